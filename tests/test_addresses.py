@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moh_llm import cli
-from moh_llm.errors import UserError, shown, without_passwords
+from moh_llm.errors import UserError, without_passwords
 from moh_llm.files import write_json
 
 WITH = "https://alice:hidden@host"
@@ -38,11 +38,6 @@ WITH = "https://alice:hidden@host"
 def test_passwords_are_taken_out_and_nothing_else(text, wanted):
     assert without_passwords(text) == wanted
     assert str(UserError(f"what of {text}")) == f"what of {wanted}"
-
-
-@pytest.mark.parametrize("address", ["http://alice@[::1/x?key=hidden", "http://alice:hidden@[::1/x#hidden"])
-def test_an_address_that_is_none_is_still_shown(address):
-    assert shown(address) == "http://[::1/x"
 
 
 def test_records_hold_none(tmp_path):

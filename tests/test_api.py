@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 import moh_llm
-from moh_llm.cli import main
-from moh_llm.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
@@ -60,12 +58,6 @@ def test_command_script_and_api_convert_alike(moh, base, convert, river, tmp_pat
         assert (folder / "README.md").is_file()
 
 
-def test_to_dense_gives_the_base_back(moh, base, tmp_path, read_tensors) -> None:
-    assert moh_llm.to_dense(moh, tmp_path / "dense").model_type == "llama"
-    found, expected = read_tensors(tmp_path / "dense"), read_tensors(base)
-    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
-
-
 @pytest.mark.parametrize("through", ["api", "script"])
 def test_train(moh, river, tmp_path, through, monkeypatch) -> None:
     (tmp_path / "mixture.yaml").write_text(f"name: river\nsources: {{river: {{weight: 1, files: {river}}}}}\n")
@@ -78,20 +70,6 @@ def test_train(moh, river, tmp_path, through, monkeypatch) -> None:
     else:
         assert run_script("train", [str(recipe), "--output_dir", str(output)], monkeypatch) == 0
     assert (output / "model" / "README.md").is_file() and not (tmp_path / "other").exists()
-
-
-def test_bad_input_raises_the_line_that_commands_print(tmp_path, capsys) -> None:
-    with pytest.raises(UserError) as caught:
-        moh_llm.convert(tmp_path / "no-base", tmp_path / "out")
-    assert main(["convert", str(tmp_path / "no-base"), "--output", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == f"error: {caught.value}\n"
-
-
-def test_what_is_not_published_raises(base, tmp_path) -> None:
-    with pytest.raises(UserError, match="model_type=llama, not moh_llama"):
-        moh_llm.publish(base, "org/name", dry_run=True)
-    with pytest.raises(AttributeError, match="no attribute 'deploy'"):
-        moh_llm.deploy  # noqa: B018
 
 
 def test_evaluate(moh, base, tmp_path, capsys, unrendered, monkeypatch) -> None:

@@ -1,6 +1,5 @@
 """The command line: light to start, one line for bad input, and the documents' promises."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,22 +44,6 @@ def test_scripts_are_the_commands(script, tmp_path):
     done = python(str(ROOT / script), "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"usage: moh-llm {script.removesuffix('.py')}" in done.stdout
-
-
-def test_readme_names_only_flags_that_exist(capsys):
-    """Every `--flag` in the README's commands is one that the command's help lists."""
-    known = ""
-    for command in (*COMMANDS, "mixture show"):
-        with pytest.raises(SystemExit):
-            main([*command.split(), "--help"])
-        known += capsys.readouterr().out
-    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    calls = [
-        line for line in "\n".join(blocks).replace("\\\n", " ").splitlines() if "moh-llm" in line or ".py " in line
-    ]
-    assert calls
-    for flag in re.findall(r"(--[a-z][\w.-]*)", "\n".join(call for call in calls if "benchmarks/" not in call)):
-        assert flag in known, flag
 
 
 def test_serve_refuses_in_a_line_what_is_no_model(tmp_path, capsys):

@@ -51,12 +51,6 @@ def test_intervals_of_many_documents_are_95_percent(population):
     assert (high - low) / 2 == pytest.approx(1.96 * error, rel=0.05)
 
 
-def test_a_model_that_is_its_reference_is_so(population):
-    same = population.copy()
-    same[:, 1], same[:, 3] = same[:, 2], 0
-    assert interval([same[:9]], perplexity_ratios) == [1, 1] and interval([same[:9]], kls) == [0, 0]
-
-
 def test_quantiles_of_student_and_means():
     """Of printed tables."""
     known = {(0.95, 1): 12.706, (0.95, 4): 2.776, (0.95, 29): 2.045, (0.99, 10): 3.169, (0.95, 1e6): 1.960}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moh_llm.intervals import SUMMED, interval, kls, perplexity_ratios, show_documents, show_figure
+from moh_llm.intervals import SUMMED, interval, kls
 from moh_llm.metrics import Comparison, compare_to_reference
 
 
@@ -57,22 +57,8 @@ def drawn(documents: int, tokens: int = 50, seed: int = 0) -> Comparison:
     return Comparison(np.stack(sums, 1).astype(float))
 
 
-def test_intervals_are_over_documents():
-    width = np.ptp(drawn(200).kl_interval)
-    # Longer documents say nothing new; more of them do.
-    assert np.ptp(drawn(200, 5000).kl_interval) == pytest.approx(width, rel=0.2)
-    assert np.ptp(drawn(3200).kl_interval) == pytest.approx(width / 4, rel=0.25)
-
-
 def test_interval_of_a_mean_over_texts():
     texts = [drawn(60, seed=1), drawn(90, seed=2)]
     low, high = interval([text.sums for text in texts], kls)
     assert low < sum(text.kl for text in texts) / 2 < high
     assert high - low == pytest.approx(math.hypot(*(np.ptp(text.kl_interval) for text in texts)) / 2, rel=0.1)
-
-
-def test_one_document_gives_no_interval():
-    assert drawn(1).ratio_interval is None and interval([drawn(60).sums, drawn(1).sums], perplexity_ratios) is None
-    assert show_documents(1) == "1 document, no interval" and show_documents(1200) == "1,200 documents"
-    assert show_figure(1.0204, None, ".3f") == "1.020"
-    assert show_figure(1.0204, (1.01, 1.03), ".3f") == "1.020 (1.010 to 1.030)"

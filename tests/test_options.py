@@ -143,19 +143,6 @@ def test_keyword_arguments_are_checked_likewise(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_recipe_converts_like_its_flags(make_llama, river, tmp_path) -> None:
-    base = make_llama()
-    flags = ["--calibration", str(river), "--calibration-tokens", "512", "--heldout-tokens", "0"]
-    flags += ["--num-active-heads", "3"]
-    assert main(["convert", str(base), "--output", str(tmp_path / "one"), *flags]) == 0
-    recipe = {"base": str(base), "output": str(tmp_path / "two"), "calibration": [str(river)]}
-    recipe |= {"calibration_tokens": 512, "heldout_tokens": 0, "num_active_heads": 4}
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["convert", str(tmp_path / "r.yaml"), "--num_active_heads", "3"]) == 0
-    one, two = ({p.name: p.read_bytes() for p in (tmp_path / name).glob("*.safetensors")} for name in ("one", "two"))
-    assert one == two and one
-
-
 def test_the_reference_page_is_current() -> None:
     """`make reference` writes it."""
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")

@@ -45,13 +45,6 @@ def test_counts_are_those_of_sets():
     assert found.shared == 28 + 1 + 8 + 7 and found.share == found.shared / found.ngrams
 
 
-def test_nothing_in_common():
-    words = [list(range(100))]
-    assert NGrams([]).overlap(*packed(words)).shared == 0
-    assert NGrams([packed([[1, 2]])]).overlap(*packed(words)).covered_share == 0
-    assert NGrams([packed(words)]).overlap(*packed([[5, 6]])).share == 0
-
-
 def words_of(texts: list[str], vocabulary: dict[str, int]) -> Numbered:
     """Words as ids: indentation, which tells a docstring from its source, is no word."""
     words = [text.split() for text in texts]
@@ -79,14 +72,3 @@ def test_views_of_a_module_have_one_group():
     wanted = [(group, text) for code, group in codes.items() if (text := docstrings(code))]
     assert len({group for group, _ in wanted}) > 3
     assert list(itertools.islice(embedded_documents("python_docstrings"), len(wanted))) == wanted
-
-
-def test_every_paragraph_of_the_topics_stands_once():
-    from pydoc_data.topics import topics
-
-    found = dict(embedded_documents("python_topics"))
-    assert list(found) == sorted(found) and len(found) > 0.9 * len(topics)
-    paragraphs = [" ".join(p.split()) for text in found.values() for p in text.split("\n\n") if p.strip()]
-    assert len(paragraphs) == len(set(paragraphs))
-    words = set(itertools.chain.from_iterable(map(str.split, topics.values())))
-    assert words == set(itertools.chain.from_iterable(map(str.split, found.values())))

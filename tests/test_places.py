@@ -10,19 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-import moh_llm
 from moh_llm.cli import main
 from moh_llm.commands.reference import KINDS
-from moh_llm.conversion.config import ConversionConfig
 from moh_llm.data.mixture import load_mixture
 from moh_llm.devices import check_disk
 from moh_llm.errors import UserError
 from moh_llm.files import new_folder
 from moh_llm.options import Folder, Place, Places, options_of
 from moh_llm.reading import expand_home
-from moh_llm.recipe import read_options, recipe_values
-from moh_llm.training.config import DataConfig, TrainConfig
-from moh_llm.training.recipe import load_config
+from moh_llm.recipe import read_options
 
 # ---- a home folder
 
@@ -97,35 +93,11 @@ def test_every_path_of_options_expands_it(kind, home):
     assert str(config).count(f"{home}/x") == len(paths) >= 3 and "~" not in str(config)
 
 
-def test_recipes_expand_it(home):
-    recipe = {"base": "~/x", "calibration": ["~/a", "./~/b"], "output": "~/x"}
-    (home / "r.yaml").write_text(yaml.safe_dump(recipe))
-    config = read_options(ConversionConfig, recipe_values("~/r.yaml"))
-    assert (config.base, config.output) == (f"{home}/x", home / "x")
-    assert config.calibration == (f"{home}/a", os.path.abspath("./~/b"))
-
-
-def test_training_recipes_expand_it(home):
-    (home / "r.yaml").write_text("model: ~/a\noutput_dir: ~/b\nbase: ~/c\nmax_steps: 3\ndata: {mixture: ~/d}\n")
-    config = load_config(f"{home}/r.yaml", ["--base", "./~/c"])
-    found = (config.model, config.output_dir, config.base, config.data.mixture)
-    assert found == (f"{home}/a", f"{home}/b", os.path.abspath("./~/c"), f"{home}/d")
-    config = TrainConfig(model="org/name", output_dir="~/b", max_steps=3, data=DataConfig(mixture="embedded"))
-    assert (config.model, config.output_dir, config.data.mixture) == ("org/name", f"{home}/b", "embedded")
-
-
 def test_a_mixtures_own_folder_may_hold_one_named_tilde(home, tmp_path):
     content = {"sources": {"a": {"weight": 1, "files": ["~/c4.jsonl", "./~/c4.jsonl"]}}}
     (tmp_path / "m.yaml").write_text(yaml.safe_dump(content))
     (source,) = load_mixture(tmp_path / "m.yaml").sources
     assert source.files == (f"{home}/c4.jsonl", f"{tmp_path}/~/c4.jsonl")
-
-
-def test_functions_expand_it(home, make_llama):
-    (home / "base").symlink_to(make_llama())
-    moh_llm.convert("~/base", "~/moh", preset="paper", heldout_tokens=0)
-    moh_llm.to_dense("~/moh", Path("~/dense"))
-    assert sorted(path.name for path in home.iterdir()) == ["base", "dense", "moh"]
 
 
 # ---- outputs that are links
@@ -187,17 +159,6 @@ def call(writer: str, made: Path, place: Path, output: Path) -> list[str]:
     }[writer]
 
 
-@pytest.mark.parametrize("writer", ["convert", "dense", "init"])
-def test_a_command_follows_a_link(writer, made, tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "disk" / "made").mkdir()
-    (tmp_path / "out").symlink_to(tmp_path / "disk" / "made")
-    assert main(call(writer, made, tmp_path, tmp_path / "out")) == 0
-    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "made" / "config.json").is_file()
-    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["made"]
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("kind", ["dangling", "file", "circle", "below a circle"])
 def test_a_link_to_no_folder_ends_in_one_line(writer, kind, made, tmp_path, capsys):
@@ -213,28 +174,6 @@ def test_a_link_to_no_folder_ends_in_one_line(writer, kind, made, tmp_path, caps
     assert left == ["file", "out"] and (tmp_path / "out").is_symlink() and (tmp_path / "file").read_text() == "kept"
 
 
-def test_a_linked_quick_start_is_cleared_and_made_at_the_links_target(made, tmp_path, monkeypatch):
-    (tmp_path / "disk" / "moh").mkdir(parents=True)
-    (tmp_path / "out").symlink_to("disk")
-    places = []
-
-    def quickstart(output: Path, *_: object, **__: object) -> None:
-        places.append(output)
-        raise UserError("enough")
-
-    monkeypatch.setattr("moh_llm.quickstart.run.quickstart", quickstart)
-    assert main([*call("quickstart", made, tmp_path, tmp_path / "out"), "--overwrite"]) == 2
-    assert places == [tmp_path / "disk"] and (tmp_path / "out").is_symlink() and not (tmp_path / "disk").exists()
-
-
-def test_doctors_findings_go_to_the_file_that_a_link_names(made, tmp_path):
-    (tmp_path / "found.json").write_text("{}")
-    (tmp_path / "link.json").symlink_to("found.json")
-    command = call("train", made, tmp_path, tmp_path / "run")
-    main(["doctor", *command[1:], "--json", str(tmp_path / "link.json")])
-    assert (tmp_path / "link.json").is_symlink() and json.loads((tmp_path / "found.json").read_text())["recipe"]
-
-
 # ---- disks
 
 
@@ -244,11 +183,6 @@ def test_a_disk_that_cannot_be_written_is_told_as_such(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"the disk of .* is read-only; name another place") as refused:
         check_disk(1, tmp_path / "moh", "calibration", "take fewer tokens")
     assert "tokens" not in str(refused.value)
-
-
-def test_a_conversion_that_reads_no_text_asks_for_no_disk_of_it(make_llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("moh_llm.conversion.convert.check_disk", lambda *_: pytest.fail("nothing is calibrated"))
-    assert main(["convert", str(make_llama()), *PLAIN, "--output", str(tmp_path / "moh")]) == 0
 
 
 # ---- configs that transformers refuses

@@ -46,14 +46,6 @@ def test_time_left_follows_the_work_of_the_passes(clock, capsys):
     assert "1,000 of 1,000 tokens" in line
 
 
-def test_one_pass_has_no_number(clock, capsys):
-    with TextProgress("verify", 2048, {"layers": 1.0}) as bar:
-        clock[0] += 1
-        bar.advance("layers", 512)
-    line = capsys.readouterr().err.split("\r")[-1]
-    assert "verify: 512 of 2,048 tokens, 512 tokens/s" in line and "25 %" in line and "pass" not in line
-
-
 def test_nothing_is_shown_where_nothing_is_asked_for(capsys):
     with TextProgress("verify", 10, {"layers": 1.0}, show=False) as bar:
         bar.advance("layers", 5)

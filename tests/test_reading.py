@@ -26,10 +26,6 @@ def test_values_have_the_types_of_the_core_schema(text, value):
     assert found == value and type(found) is type(value)
 
 
-def test_what_is_no_number():
-    assert math.isnan(parse_yaml("[.nan]", "f")[0])
-
-
 def test_keys_and_words_are_texts():
     text = "{no: 1, 010: 1e3, 1e3: [0x1F, no, true], ~: null}"
     assert parse_yaml(text, "f") == {"no": 1, "010": 1e3, "1e3": [31, "no", True], "~": None}

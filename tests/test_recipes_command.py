@@ -11,7 +11,6 @@ import pytest
 
 from moh_llm.cli import main
 from moh_llm.commands.recipes import shipped_files, summary
-from moh_llm.commands.reference import full_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,12 +33,6 @@ def test_what_files_name_is_copied_with_them() -> None:
         for found in re.findall(r"\b(?:recipes|data_mixtures)/[\w/]+\.\w+", path.read_text())
     ]
     assert len(named) > 40 and set(named) <= set(files)
-
-
-def test_all_keys_are_printed(capsys) -> None:
-    assert main(["recipes", "--all-keys", "convert"]) == 0
-    printed = capsys.readouterr().out
-    assert printed == full_recipe("convert") and "\nlocal_sinks: 4\n" in printed
 
 
 def test_copies_are_the_files_and_replace_none(tmp_path, monkeypatch, capsys) -> None:

@@ -52,21 +52,6 @@ def test_only_one_module_prints():
             assert called not in ("print", "Console"), f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize("name", ["out[v1]", "[/v1]", "[bold]x", ":smile:", "a\nb", "é"])
-def test_a_conversion_prints_its_path(name, make_llama, tmp_path, capsys):
-    assert main(["convert", str(make_llama()), *PLAIN, "--output", str(tmp_path / name)]) == 0
-    assert printable(str(tmp_path / name / "conversion.json")) in capsys.readouterr().out.splitlines()
-
-
-def test_a_source_is_printed_by_its_name(river, tmp_path, capsys):
-    names = ["[v1]", "[/v1]", ":smile:", "\x1b[2J"]
-    sources = {name: {"weight": 1, "files": str(river)} for name in names}
-    (tmp_path / "m.yaml").write_text(yaml.safe_dump({"sources": sources}))
-    assert main(["mixture", "show", str(tmp_path / "m.yaml")]) == 0
-    told = capsys.readouterr().out
-    assert all(printable(name) in told for name in names) and "\x1b[2J" not in told
-
-
 @pytest.mark.parametrize(
     "command",
     [
@@ -103,14 +88,6 @@ def test_records_hold_the_bytes_of_a_name_as_escapes(tmp_path):
     assert in_unicode("é") == "é"
 
 
-def test_text_is_read_from_a_file_whose_name_is_not_utf8(make_llama, river, tmp_path, capsys):
-    (tmp_path / f"{LATIN}.jsonl").write_bytes(river.read_bytes())
-    flags = ["--calibration", str(tmp_path / f"{LATIN}.jsonl"), "--calibration-tokens", "1024", "--heldout-tokens", "0"]
-    assert main(["convert", str(make_llama()), *flags, "--output", str(tmp_path / "moh")]) == 0
-    assert "caf%E9.jsonl" in capsys.readouterr().out
-    assert "caf%E9.jsonl" in (tmp_path / "moh" / "conversion.json").read_text(encoding="utf-8")
-
-
 def test_a_mixtures_pattern_finds_such_a_file(make_llama, river, tmp_path, capsys):
     (tmp_path / f"{LATIN}.jsonl").write_bytes(river.read_bytes())
     (tmp_path / "m.yaml").write_text(yaml.safe_dump({"sources": {"a": {"weight": 1, "files": "*.jsonl"}}}))
@@ -118,13 +95,6 @@ def test_a_mixtures_pattern_finds_such_a_file(make_llama, river, tmp_path, capsy
     assert main([*command, str(tmp_path / "tokens")]) == 0
     assert "caf%E9.jsonl" in (tmp_path / "tokens" / "mixture.json").read_text(encoding="utf-8")
     assert main([*command, str(tmp_path / "tokens")]) == 0  # it is the same text
-
-
-def test_a_folder_whose_name_is_not_utf8_ends_in_one_line_at_worst(make_llama, tmp_path, capsys):
-    (tmp_path / LATIN).symlink_to(make_llama())
-    command = ["convert", str(tmp_path / LATIN), *PLAIN, "--output", str(tmp_path / "moh")]
-    if main(command):
-        assert "caf%E9" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -66,13 +66,6 @@ def test_the_attention_backend_and_hooks_are_put_back(make_moh, batch, before) -
         assert not module._forward_hooks and not module._forward_pre_hooks
 
 
-def test_text_without_tokens_is_refused(make_moh, batch) -> None:
-    model = make_moh()
-    for nothing in ([], [{name: tensor[:0] for name, tensor in batch.items()}]):
-        with pytest.raises(UserError, match="no tokens"):
-            watch(model, nothing, lambda seen: None)
-
-
 def test_the_last_layer_with_routed_heads(make_moh) -> None:
     assert last_routed_layer(make_moh(num_shared_heads=[1, 4], num_active_heads=[2, 4])) == 0
     assert last_routed_layer(make_moh(num_shared_heads=[1, 3], num_active_heads=[2, 3])) == 1

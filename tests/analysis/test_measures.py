@@ -84,15 +84,6 @@ def test_texts_are_measured_apart_and_together(make_moh, batches, unlike_plan, m
     }
 
 
-def test_all_heads_on_is_a_load_of_one(make_moh, batches, unlike_plan) -> None:
-    model = make_moh(**unlike_plan)
-    before = measure(model, batches)
-    with model.all_heads_active():
-        found = measure(model, batches)
-    assert found["head_load"]["load"] == [[1.0] * model.config.num_attention_heads] * 2
-    assert before["head_load"] != found["head_load"] and measure(model, batches) == before
-
-
 def test_certain_routers_fill_the_last_bin(make_moh, batch) -> None:
     model = make_moh(num_shared_heads=2, num_active_heads=3, router_type="linear", dtype=torch.bfloat16)
     with torch.no_grad():
@@ -102,22 +93,6 @@ def test_certain_routers_fill_the_last_bin(make_moh, batch) -> None:
     for layer in measure(model, [batch])["routing_scores"]["layers"]:
         assert layer["selected"]["histogram"][-1] == 27 == sum(layer["selected"]["histogram"])
         assert layer["routed"]["histogram"][0] == 27 and tuple(layer) == KINDS
-
-
-def test_the_router_is_left_as_it_was(make_moh, batch, unlike_plan) -> None:
-    model = make_moh(**unlike_plan)
-    with torch.no_grad():
-        before = model(**{name: batch[name] for name in ("input_ids", "position_ids")}, use_cache=False).logits
-        state = [dict(vars(router)) for router in model.routers]
-        measure(model, [batch])
-        assert [dict(vars(router)) for router in model.routers] == state
-        after = model(**{name: batch[name] for name in ("input_ids", "position_ids")}, use_cache=False).logits
-    assert torch.equal(before, after)
-
-
-def test_heads_that_are_never_on_have_no_rank(make_moh, batch) -> None:
-    model = make_moh(num_shared_heads=2, num_active_heads=2)
-    assert measure(model, [batch])["feature_rank"]["routed"] == [{"width": 16, "energy": 0}] * 2
 
 
 def test_half_precision_is_summed_in_float64(make_moh, batches) -> None:
@@ -211,20 +186,3 @@ def test_all_heads_on_is_the_dense_base(make_moh, batches) -> None:
     assert moh == head_similarity(model, batches[:2])
     assert moh["mean_patterns"] != pytest.approx(all_heads["mean_patterns"], abs=1e-4)
     assert moh["mean_outputs"] != pytest.approx(all_heads["mean_outputs"], abs=1e-4)
-
-
-def test_heads_that_are_copies_are_alike(make_moh, batch) -> None:
-    model = make_moh(num_key_value_heads=1, num_shared_heads=1, num_active_heads=3, router_type="linear")
-    with torch.no_grad():
-        for layer in model.model.layers:
-            weight = layer.self_attn.q_proj.weight
-            weight.copy_(weight[:8].repeat(4, 1))
-    found = head_similarity(model, [batch])
-    assert found["patterns"] == pytest.approx([1, 1]) and found["outputs"] == pytest.approx([1, 1])
-
-
-def test_one_head_has_no_pairs(make_moh, batch) -> None:
-    plan = {"num_attention_heads": 1, "num_key_value_heads": 1, "num_shared_heads": 1, "num_active_heads": 1}
-    found = head_similarity(make_moh(**plan), [batch])
-    none = {"patterns": [None, None], "outputs": [None, None], "mean_patterns": None, "mean_outputs": None}
-    assert found == none

@@ -1,7 +1,6 @@
 """The record against direct calls on batches made by hand; time by length with a false clock."""
 
 import json
-import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from moh_llm.analysis import record as module
 from moh_llm.analysis.heads import heads_on, last_routed_layer
 from moh_llm.analysis.measures import measure_heads, similarity_table
-from moh_llm.analysis.record import SENTENCE, analyse, dense_attention, seconds_by_length
+from moh_llm.analysis.record import analyse, dense_attention, seconds_by_length
 from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
 from moh_llm.metrics import Batch
@@ -69,18 +68,6 @@ def test_parts_are_those_of_direct_calls(make_moh, unlike_plan, tokenizer, by_ha
     assert found["flops"][0]["moh"] == forward_flops(model.config, 3)
     assert found["flops"][0]["dense"] == forward_flops(model.config, 3, dense=True)
     assert all(cost["moh"] > 0 and cost["dense"] > 0 for cost in found["seconds"])
-
-
-def test_defaults_on_a_longer_context(make_moh, tokenizer, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(module, "_LONGEST_TIMED", 256)
-    model = make_moh(vocab_size=257, max_position_embeddings=600)
-    found = analyse(model, tokenizer, {"one": ["poplars " * 300] * 3})
-    assert found["head_load"]["tokens"] == 1024
-    assert [cost["length"] for cost in found["flops"]] == [128, 256, 512]
-    assert [cost["length"] for cost in found["seconds"]] == [128, 256]
-    assert "".join(found["token_heads"]["tokens"]) == SENTENCE
-    # Three passes over 1,024 tokens, and four turns of two passes at each timed length: 6,144 tokens.
-    assert re.search(r"analysis: 100%.* 6\.14k/6\.14k ", capsys.readouterr().err)
 
 
 def test_the_model_is_left_as_it_is_set(make_moh, tokenizer) -> None:

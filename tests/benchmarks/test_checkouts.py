@@ -54,14 +54,3 @@ def test_the_code_beside_the_copy_is_the_checkouts(model, tmp_path):
     assert [path.name for path in copy.glob("*.py")] == ["modeling_moh_llama.py"]
     assert (copy / "modeling_moh_llama.py").read_text() == "# new"
     assert (copy / "config.json").samefile(model / "config.json")
-
-
-@pytest.mark.parametrize("wrong", ["checkout", "model"])
-def test_what_is_no_checkout_and_no_model_is_named(model, tmp_path, monkeypatch, capsys, wrong):
-    places = {"checkout": ROOT, "model": model} | {wrong: tmp_path}
-    monkeypatch.setattr(
-        sys, "argv", ["checkouts.py", str(ROOT), str(places["checkout"]), "--model", str(places["model"])]
-    )
-    with pytest.raises(SystemExit):
-        checkouts.main()
-    assert f"{tmp_path} is no " in capsys.readouterr().err

@@ -9,20 +9,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from moh_llm.errors import UserError
-
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import held_out
 
 TEXTS = ["def one(): pass", "the river was high", "def two(): pass", "河水在那个春天很高", "def three(): pass"]
-
-
-def test_the_last_ones_need_a_number(byte_tokenizer, tmp_path):
-    byte_tokenizer(tmp_path)
-    parser = argparse.ArgumentParser()
-    held_out.add_arguments(parser)
-    with pytest.raises(UserError, match="--last takes the last of how many"):
-        held_out.read_texts(["x"], parser.parse_args(["--last"]), AutoTokenizer.from_pretrained(tmp_path), 3, 4)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,9 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import language_texts
-import long_context
 import perplexity
-import speed
 
 
 def test_each_model_has_the_figures_it_has_alone(make_llama, convert, river, tmp_path, monkeypatch, capsys):
@@ -35,20 +31,6 @@ def test_each_model_has_the_figures_it_has_alone(make_llama, convert, river, tmp
     assert both[two] == alone[two] and both.keys() == {three, two, "paper's layer"}
     assert 0 < both[three]["kl"] < both[two]["kl"]
     assert both["paper's layer"] != alone["paper's layer"]  # of as many heads as the first model has
-
-
-@pytest.mark.parametrize("command", [perplexity, long_context, speed])
-def test_a_folder_that_is_not_there_is_named(make_llama, river, tmp_path, monkeypatch, capsys, command):
-    base, text, missing = str(make_llama()), ["--text", str(river)], str(tmp_path / "missing")
-    words = {
-        perplexity: [missing, "--base", base, *text],
-        long_context: [missing, str(river), "--base", base],
-        speed: [base, "--models", missing, *text],
-    }
-    monkeypatch.setattr(sys, "argv", ["benchmark", *words[command]])
-    capsys.readouterr()
-    assert command.main() == 1
-    assert capsys.readouterr().err.startswith(f"error: {missing} does not exist; name a model's folder")
 
 
 def test_a_document_of_each_subject_and_module(tmp_path, monkeypatch, capsys):

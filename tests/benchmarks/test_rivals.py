@@ -20,7 +20,7 @@ from moh_llm.modeling.routing_moh import select_top_k
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import rivals
-from baselines.routers import RandomRouter, RouterFitter, TopKLabelRouter, routed_as
+from baselines.routers import RouterFitter, TopKLabelRouter
 from local_plans import calibration_part
 
 BUDGET = 4
@@ -84,56 +84,6 @@ def test_every_method_has_a_row_and_ours_is_the_converters(
     batch = {"input_ids": torch.randint(200, (2, 30)), "position_ids": torch.arange(30).expand(2, -1)}
     with torch.no_grad():
         assert logits(batch).equal(logits_of(model)(batch))
-
-
-def test_differences_are_of_the_same_documents():
-    sums = np.random.default_rng(0).uniform(1, 2, (9, 5))
-    assert rivals.interval([np.hstack([sums, sums])], rivals.kl_differences) == [0, 0]
-
-
-def test_the_papers_layer_is_that_of_its_preset(command, base, tmp_path):
-    assert command("out", "--methods", "paper's layer")[0] == 0
-    dense = AutoModelForCausalLM.from_pretrained(base).eval()
-    (logits,) = rivals.open_candidates(dense, tmp_path / "out" / "fits-0.safetensors", ["paper's layer"]).values()
-    plan = PlanOptions(preset="paper", num_active_heads=BUDGET, num_shared_heads=3)
-    model = MoHLlamaForCausalLM(build_config(dense.config, plan, [[0, 1, 2]] * 2, [BUDGET] * 2)).eval()
-    model.load_state_dict(dense.state_dict())
-    batch = {"input_ids": torch.randint(200, (2, 30)), "position_ids": torch.arange(30).expand(2, -1)}
-    with torch.no_grad():
-        assert logits(batch).equal(logits_of(model)(batch))
-        with routed_as(model, model.config, RandomRouter):
-            assert not logits(batch).equal(logits_of(model)(batch))
-
-
-def test_a_budget_may_be_a_fraction_of_a_head(command, tmp_path):
-    status, _, record, said = command("out", "--methods", "ours", "fixed heads", "--budgets", "4.5", "--by-text")
-    assert status == 0
-    (text,) = record["seeds"]["0"]
-    assert said.count(f"{text}: 6 documents") == 2  # over all texts, and of the only one
-    assert len(re.findall(r"^\| 0\.750 \| (?:ours|fixed heads) \|", said, re.MULTILINE)) == 4
-    for fitted in rivals.read_fits(tmp_path / "out" / "fits-0.safetensors").values():
-        assert sum(fitted["config"]["num_active_heads"]) == 9  # of two layers
-
-
-def test_words_change_a_plan_and_its_oracle_alike(command, tmp_path):
-    names = ["ours", "oracle, even budgets", "ours, important shared, neither"]
-    status, rows, _, _ = command("out", "--methods", *names)
-    assert status == 0 and list(rows) == names and len({*rows.values()}) == len(names)
-    fits = rivals.read_fits(tmp_path / "out" / "fits-0.safetensors")
-    assert list(fits) == [f"{name}/{BUDGET}" for name in ("ours", "ours, even budgets", names[2])]
-    even, bare = (fits[f"{name}/{BUDGET}"]["config"] for name in ("ours, even budgets", names[2]))
-    assert (even["head_fallback"], bare["head_fallback"]) == ("value", "none")
-    assert even["num_active_heads"] == bare["num_active_heads"] == BUDGET
-    groups = rivals.method_of("ours, none shared, by groups", 3, 6)
-    assert (groups.routing_granularity, groups.num_shared_heads) == ("kv_group", 0)
-    status, _, _, said = command("other", "--methods", "ours, by heads")
-    assert status == 1 and "error: --methods 'ours, by heads': one of ours, oracle, " in said
-
-
-@pytest.mark.parametrize("method", ["paper's layer", "MLP on Top-K labels, both"])
-def test_methods_that_need_a_whole_number_of_heads_say_so(command, method):
-    status, _, _, said = command("out", "--methods", method, "--budgets", "4.5")
-    assert status == 1 and f"error: {method}/4.5: this method needs a whole number of heads" in said
 
 
 def test_it_goes_on_where_it_stopped(command, one_thread, river, tmp_path):

@@ -6,11 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, MixtralForCausalLM
-
-from moh_llm.devices import COMPUTE_DTYPE
-from moh_llm.modeling import MoHLlamaForCausalLM
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scratch
@@ -91,49 +86,6 @@ def test_an_interrupted_command_goes_on(command, monkeypatch, capsys):
     capsys.readouterr()
     status, _ = command("parts", *arguments, "--learning-rate", "0.002")
     assert status == 1 and "is of another learning_rate" in capsys.readouterr().err
-
-
-def test_a_folder_keeps_its_precision(command, monkeypatch):
-    arguments = ["--methods", "moh-75", "--seeds", "1", "--equal", "tokens"]
-    _, record = command("out", *arguments)
-    assert record["settings"]["mixed_precision"] == "no"
-    monkeypatch.setenv(COMPUTE_DTYPE, "bfloat16")  # now of a device that is fast at it
-    status, again = command("out", *arguments, "--methods", "moh-75", "static-50")
-    assert status == 0 and again["settings"]["mixed_precision"] == "no" and len(again["runs"]) == 3
-    assert command("new", *arguments)[1]["settings"]["mixed_precision"] == "bf16"
-
-
-def test_models_are_kept_and_a_mixtral_converts(command, convert, tmp_path, one_thread):
-    status, record = command("out", "--seeds", "1", "--methods", "mixtral", "moa-75", "--equal", "tokens", "--save")
-    assert status == 0 and len(record["runs"]) == 3
-    folders = sorted(folder.name for folder in (tmp_path / "out" / "models").iterdir())
-    assert folders == ["dense-seed-0-4-steps", "mixtral-seed-0-4-steps"]
-    folder = tmp_path / "out" / "models" / folders[1]
-    assert convert(folder, tmp_path / "moh") == 0
-    base, moh = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, tmp_path / "moh"))
-    assert type(base) is MixtralForCausalLM and type(moh) is MoHLlamaForCausalLM
-    ids = torch.arange(1, 33)[None]
-    with torch.no_grad(), moh.all_heads_active():
-        assert torch.equal(moh(ids).logits, base(ids).logits)
-    assert base.config.num_local_experts == moh.config.num_local_experts == 8
-
-
-def test_an_unknown_method_is_refused(command, capsys):
-    status, record = command("out", "--methods", "moh-99")
-    assert status == 1 and not record
-    assert "--methods moh-99: not known; choose from dense, " in capsys.readouterr().err
-
-
-def test_differences_are_to_the_reference(command, capsys):
-    more = ("--seeds", "1", "--equal", "tokens", "--methods", "static-50")
-    _, record = command("out", *more)
-    (_, static), before = record["tables"]["tokens"], capsys.readouterr().out
-    _, record = command("out", *more, "--reference", "static-50")
-    dense, same = record["tables"]["tokens"]
-    assert dense["difference"] == -static["difference"] != 0 and "difference" not in same
-    assert "difference to dense" in before and "difference to static-50" in capsys.readouterr().out
-    assert command("out", *more, "--reference", "gqe")[0] == 1
-    assert "--reference gqe: not among the methods dense static-50" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", SIZES)
