@@ -100,7 +100,7 @@ REFUSED = {
         r"token .* has id [12] in .*, and this tokenizer gives it id [12]; add tokens to the base's own",
     ),
     "none": ("gone", [], "has no tokenizer that loads"),
-    "dense": ("wider", ["--to-dense"], "--to-dense copies the dense weights as they are; drop --tokenizer"),
+    "dense": ("wider", ["--to-dense"], "--to-dense copies the dense weights as they are; drop .*tokenizer"),
 }
 
 
