@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from moh_llm import MoHCache
 from moh_llm.attention import cache as cache_module
@@ -59,24 +58,6 @@ def test_logits_are_those_of_one_pass(make, name, chunks) -> None:
             assert cache.get_seq_length() == end
         seen = mask.bool() if given else slice(None)
         torch.testing.assert_close(torch.cat(found, dim=1)[seen], expected[seen])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize(
-    "how", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3}]
-)
-def test_generate_writes_the_same(make, name, how) -> None:
-    moh = make(name)
-    given = {"attention_mask": torch.ones(2, 30, dtype=torch.long), "max_new_tokens": 20, "eos_token_id": None} | how
-    given["attention_mask"][1, :6] = 0
-    rows = 1 if "prompt_lookup_num_tokens" in how else 2  # assisted decoding takes one
-    given["attention_mask"] = given["attention_mask"][:rows]
-    texts = []
-    for cache in (DynamicCache(config=moh.config), MoHCache(moh.config)):
-        torch.manual_seed(0)
-        texts.append(moh.generate(draw(2, 30)[:rows], past_key_values=cache, pad_token_id=0, **given))
-    assert texts[0].equal(texts[1])
 
 
 @torch.no_grad()
@@ -143,19 +124,6 @@ def test_rows_that_change_places(make, name) -> None:
 
 
 @torch.no_grad()
-def test_rows_change_places_with_holes(make) -> None:
-    """As in a search with beams."""
-    moh, ids, mask = make("fixed groups"), draw(2, 60), torch.ones(2, 60, dtype=torch.long)
-    mask[1, 1:20] = 0
-    cache, order = MoHCache(moh.config), torch.tensor([1, 0, 1, 1])
-    in_chunks(moh, ids, mask, [30, 20], cache)
-    cache.batch_repeat_interleave(2)
-    cache.reorder_cache(torch.tensor([3, 0, 2, 2]))
-    found = in_chunks(moh, ids[order], mask[order], [1] * 10, cache)
-    torch.testing.assert_close(found, moh(ids, attention_mask=mask).logits[order, 50:])
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("change", ["the first tokens", "no mask", "tokens of the window", "four dims"])
 def test_another_mask_than_before_that_shows_what_was_dropped_is_refused(make, change) -> None:
     moh, ids, mask = make("fixed groups"), draw(2, 60), torch.ones(2, 60, dtype=torch.long)
@@ -174,14 +142,6 @@ def test_another_mask_than_before_that_shows_what_was_dropped_is_refused(make, c
             attention_mask=masks.get(change, now),
             past_key_values=cache,
         )
-
-
-@torch.no_grad()
-def test_nothing_is_dropped_before_it_is_known_where_a_row_begins(make) -> None:
-    moh, ids, mask = make("start"), draw(2, 90), torch.ones(2, 90, dtype=torch.long)
-    mask[1, :40] = 0
-    found = in_chunks(moh, ids, mask, [35, 10, 10, 1, 34], MoHCache(moh.config))
-    torch.testing.assert_close(found[mask.bool()], moh(ids, attention_mask=mask).logits[mask.bool()])
 
 
 @torch.no_grad()
@@ -233,14 +193,6 @@ def test_where_all_keys_are_read_all_are_kept(make, how) -> None:
         moh(draw(2, 10), past_key_values=cache)  # which drops them
         with moh.all_heads_active(), pytest.raises(ValueError, match=r"dropped tokens.*use a DynamicCache"):
             moh(draw(2, 1), past_key_values=cache)
-
-
-@torch.no_grad()
-def test_scores_of_a_router_are_not_asked_for_where_all_heads_read_keys_that_it_lacks(make) -> None:
-    moh = make("fixed groups")
-    moh.routers[0].register_forward_hook(lambda *given: None)
-    with moh.all_heads_active(), pytest.raises(ValueError, match=r"needs a keys tensor.*use a DynamicCache"):
-        moh(draw(1, 30), past_key_values=MoHCache(moh.config))
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from moh_llm.attention import Call, choose, cpu, cpu_parts, cpu_selected
 from moh_llm.attention.cpu import cpu_attention, why_not
-from moh_llm.attention.cpu_selected import _calls
 from moh_llm.modeling.seen_moh import Seen
 from tests.attention.naive import first_of, naive_attention, seen_of
 
@@ -69,21 +68,12 @@ def test_is_the_loop(layout, window) -> None:
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize(("heads", "kv"), [(3, 3), (4, 2), (3, 1), (8, 2), (5, 1), (12, 2), (7, 1), (16, 2)])
-def test_heads_that_share_keys(heads, kv, dtype) -> None:
+@pytest.mark.parametrize(("heads", "kv", "size"), [(3, 3, 8), (4, 2, 40), (5, 1, 64), (8, 2, 128), (16, 2, 8)])
+def test_heads_that_share_keys(heads, kv, size, dtype) -> None:
     for queries in (None, 1):
         seen = seen_of([[-5, 28], [33]], queries, 6, 2)
         for share in (0.0, 0.5, 1.0):
-            assert_is_the_loop(seen, given(seen, heads, kv, dtype=dtype, share=share))
-
-
-@pytest.mark.usefixtures("block")
-@pytest.mark.parametrize("size", [8, 40, 64, 128])
-@pytest.mark.parametrize("dtype", BOUNDS)
-def test_sizes_of_heads(dtype, size) -> None:
-    for queries in (None, 1):
-        seen = seen_of([[33]], queries, 6, 2)
-        assert_is_the_loop(seen, given(seen, size=size, dtype=dtype))
+            assert_is_the_loop(seen, given(seen, heads, kv, size, dtype=dtype, share=share))
 
 
 def with_kinds(first, seen, always=(), never=()) -> torch.Tensor:
@@ -171,15 +161,6 @@ def test_long_caches(threads, share, monkeypatch) -> None:
     for rows in ([[41]], [[41], [-11, 30], [-11, 30], [-11, 30], [-11, 30], [-40, 1]]):
         seen = seen_of(rows, 1, 6, 2)
         assert_is_the_loop(seen, given(seen, heads=6, kv=3, share=share, after=5))
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_calls_of_a_step_read_what_is_selected_once(threads) -> None:
-    flags = [True, False, True, True, True, False, True, True, False, True]
-    whole, left = _calls(flags, threads)
-    places = [place for part in (*whole, *left) for place in range(len(flags))[part]]
-    assert sorted(places) == [place for place, flag in enumerate(flags) if flag]
-    assert all(len(range(len(flags))[part]) % threads == 0 for part in whole)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float64, 1e-12)])

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounter
 
 from moh_llm.attention import Call, compiled, flex
 from moh_llm.attention.plan import group_table, plan_of
-from tests.attention.naive import first_of, naive_attention, seen_of
+from tests.attention.naive import first_of, seen_of
 
 
 def arguments(length, heads=4, groups=2, rows=1, gradients=False):
@@ -65,17 +65,6 @@ def test_lengths_share_a_compilation(counter, gradients):
         assert counter.frame_count <= (8 if gradients else 7)
 
 
-@pytest.mark.slow
-def test_compiled_is_the_loop(counter):
-    """Other batches and numbers of heads, too, by code that was compiled for the first."""
-    for rows, heads, groups in (1, 4, 2), (2, 6, 3), (3, 6, 3), (1, 6, 2):
-        given = arguments(60, heads, groups, rows)
-        out = flex.flex_attention(given)
-        exact = naive_attention(*(states.double() for states in given[:3]), *given[3:7])
-        torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
-    assert counter.frame_count <= 13
-
-
 @pytest.mark.parametrize("gradients", [False, True])
 def test_is_part_of_a_compiled_model(gradients):
     """One graph, as `torch.compile(model, fullgraph=True)` wants it."""
@@ -84,7 +73,3 @@ def test_is_part_of_a_compiled_model(gradients):
     whole = torch.compile(flex.flex_attention, fullgraph=True, backend="eager")
     expected = flex.flex_attention(given)
     torch.testing.assert_close(whole(given), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_what_it_does_not_take_is_said():
-    assert flex.why_not(arguments(150))

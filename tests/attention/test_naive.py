@@ -31,22 +31,3 @@ def test_is_masked_attention(window):
     expected = expected.masked_fill(sees_nothing[..., None], 0.0)
     torch.testing.assert_close(naive_attention(query, key, value, first, seen, 0.3, distant), expected)
     assert bool(sees_nothing.any()) == (window == 0)
-
-
-def test_mask_leaves_keys_out():
-    """Keys that a mask hides have no part in it, and what a mask adds to scores counts."""
-    torch.manual_seed(1)
-    seen = seen_of([[14]], queries=4, window=3, sinks=1)
-    query = torch.randn(1, 2, 4, 8, dtype=torch.float64)
-    key, value = torch.randn(2, 1, 1, 14, 8, dtype=torch.float64)
-    visible = torch.ones(1, 14, dtype=torch.bool)
-    visible[0, 12] = False
-    first = first_of(torch.rand(1, 4, 2) < 0.5, seen)
-    added = torch.zeros(1, 1, 4, 14).masked_fill(~visible, torch.finfo(torch.float32).min)
-    expected = naive_attention(query, key, value, first, seen._replace(visible=visible), 0.3)
-    torch.testing.assert_close(naive_attention(query, key, value, first, seen._replace(visible=added), 0.3), expected)
-    value[:, :, 12] = 1e6
-    torch.testing.assert_close(naive_attention(query, key, value, first, seen._replace(visible=visible), 0.3), expected)
-    added[..., 12] = -40.0  # as good as hidden
-    value[:, :, 12] = 0.0
-    torch.testing.assert_close(naive_attention(query, key, value, first, seen._replace(visible=added), 0.3), expected)

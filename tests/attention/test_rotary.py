@@ -42,12 +42,6 @@ def test_lengths_share_a_compilation(counter):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("dtype, tokens", [(torch.bfloat16, 1), (torch.float32, 30)], ids=["a step", "float32"])
-def test_is_not_compiled(counter, dtype, tokens):
-    check(states("cpu", dtype, 2, tokens))
-    assert counter.frame_count == 0
-
-
 def test_layers_take_it(make_pair, monkeypatch):
     """In place of LLaMA's own, those with all heads on, too."""
     calls, ids = [], torch.arange(1, 20)[None]

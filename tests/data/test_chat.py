@@ -13,7 +13,6 @@ from tiny import save_byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from moh_llm.data.chat import ChatText
 from moh_llm.data.mixture import load_mixture
 from moh_llm.data.records import source_documents
 from moh_llm.data.sample import sample_mixture
@@ -173,13 +172,9 @@ def test_only_the_assistant_counts_where_a_completion_has_others(words, tmp_path
 
 BAD = {
     "no field": ({"text": "a"}, "messages", "line 1: no field messages; correct it"),
-    "a text": ({"messages": "a"}, "messages", "its messages must be a list of messages"),
     "no role": ({"messages": [{"content": "a"}]}, "messages", "its messages must be maps with role and content"),
     "no assistant": ({"messages": say("a")}, "messages", "no message is the assistant's"),
-    "one of each": ({"prompt": "a", "completion": say("b")}, "prompt_completion", "its prompt must be a list"),
     "nothing": ({"prompt": "a", "completion": ""}, "prompt_completion", "its completion is empty"),
-    "no completion": ({"prompt": "a"}, "prompt_completion", "no field completion"),
-    "tools": ({"messages": TALKS[0], "tools": "{"}, "messages", "its tools are no JSON"),
     "refused": ({"messages": say("a", "b", first="assistant")}, "messages", "cannot write it: begin with the user"),
 }
 
@@ -204,13 +199,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(words, tmp_path):
     words.chat_template = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
     with pytest.raises(UserError, match="so the assistant's text cannot be found"):
         own_labels(words, "messages", [{"messages": TALKS[0]}], tmp_path)
-
-
-def test_messages_in_a_text_file_are_refused(words, tmp_path):
-    words.chat_template = CHATML
-    (tmp_path / "b.txt").write_text("text")
-    with pytest.raises(UserError, match="type: messages needs JSON lines or parquet"):
-        sample_mixture(load_mixture(write_mixture(tmp_path, "messages", [], files="b.txt")), words)
 
 
 @pytest.fixture
@@ -318,30 +306,12 @@ def test_text_does_not_depend_on_the_day(words, chats, tmp_path, monkeypatch, sh
     assert held_out(first, words) == held_out(second, words) != set()
 
 
-@pytest.mark.parametrize("start", ["", "\n\n", "  {% if true %}\n  x{% endif %}\n", "\n {%- if true %} {% endif %}"])
-def test_a_template_with_a_date_of_its_own_writes_the_same_text(words, start):
-    words.chat_template = start + CHATML + "\n"
-    text = TextTokenizer.from_tokenizer(words).chat.text_of(TALKS[0], 0, {})
-    assert text == words.apply_chat_template(TALKS[0], tokenize=False)
-
-
 @pytest.mark.parametrize("chance", ["{{ [1, 2] | random }}", "{{ lipsum(1) }}"])
 def test_a_template_that_draws_at_random_is_refused(words, tmp_path, chance):
     words.chat_template = CHATML + chance
     path = write_mixture(tmp_path, "messages", [{"messages": TALKS[0]}])
     with pytest.raises(UserError, match=r"line 1: .* draws at random"):
         sample_mixture(load_mixture(path), words)
-
-
-def test_a_mask_that_was_cut_short_is_found(words, chats, tmp_path):
-    words.chat_template = CHATML
-    tokenize_mixture(load_mixture(chats), TextTokenizer.from_tokenizer(words), tmp_path / "out", workers=1)
-    path = tmp_path / "out" / "a" / "train-00000.ds.loss"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"train-00000.ds.loss has \d+ bytes"):
-        open_tokens(tmp_path / "out")
-    tokenize_mixture(load_mixture(chats), TextTokenizer.from_tokenizer(words), tmp_path / "out", workers=1)
-    assert open_tokens(tmp_path / "out")
 
 
 def test_parquet_gives_what_json_gives(words, tmp_path):
@@ -353,30 +323,3 @@ def test_parquet_gives_what_json_gives(words, tmp_path):
     path = tmp_path / "mixture.yaml"
     path.write_text(path.read_text().replace("a.jsonl", "a.parquet"))
     assert labels_of(words, path) == wanted
-
-
-def test_half_a_surrogate_pair_is_a_question_mark(words, tmp_path):
-    words.chat_template = CHATML
-    ((_, labels),) = own_labels(words, "messages", [{"messages": say("\ud83d", "a\ud83db")}], tmp_path)
-    assert words.decode([label for label in labels if label != -100]) == "a?b<|im_end|>\n"
-
-
-def test_a_token_counts_with_any_character():
-    text = ChatText.from_spans("abcdef", [(1, 3), (5, 6)], templated=False)
-    offsets = [(0, 0), (0, 2), (2, 4), (4, 5), (5, 6), (5, 6)]  # one that was added; the last two share a character
-    assert text.targets(offsets, closed=True).tolist() == [False, True, True, False, True, True, True]
-
-
-def test_another_boundary_of_the_same_text_is_another_source(words, tmp_path):
-    found = []
-    for cut in (4, 6):
-        folder = tmp_path / f"{cut}"
-        folder.mkdir()
-        pairs = [{"prompt": f"{i:02d} river"[:cut], "completion": f"{i:02d} river"[cut:]} for i in range(40)]
-        path = write_mixture(folder, "prompt_completion", pairs)
-        save_byte_tokenizer(folder)
-        tokenizer = TextTokenizer.load(str(folder))
-        tokenize_mixture(load_mixture(path), tokenizer, folder / "out", workers=1)
-        found.append(open_tokens(folder / "out")[0])
-    ids = [source.train.read(0, len(source.train))[0] for source in found]
-    assert np.array_equal(*ids) and found[0].sha256 != found[1].sha256

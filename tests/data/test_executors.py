@@ -66,20 +66,6 @@ def test_slurm_writes_the_same_shards_and_the_record(corpus, tokenizer, tmp_path
     assert "afterok:7" in (slurm / "submitted").read_text()  # the record waits for the shards
 
 
-@pytest.mark.slow
-def test_a_failure_on_slurm_is_told_by_the_next_start(corpus, tokenizer, tmp_path, slurm):
-    (corpus.parent / "chosen.jsonl").write_text("{}\n")
-    corpus.write_text("name: one\nsources:\n  chosen: {weight: 1, files: chosen.jsonl}\n")  # a task each takes seconds
-    options = {"time": "01:00:00", "partition": "cpu"}
-    tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", executor="slurm", executor_args=options)
-    with pytest.raises(UserError, match="is not finished"):
-        open_tokens(tmp_path / "out")
-    logs = [path.read_text() for path in (tmp_path / "out" / "logs").rglob("task_00000.log")]
-    assert any("no text field text" in log for log in logs)
-    with pytest.raises(UserError, match=r"chosen\.jsonl, line 1: no text field text"):
-        tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=1)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -132,36 +132,12 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path, capsys):
         assert not capsys.readouterr().err  # it was said
 
 
-def test_an_address_that_is_named_twice_is_read_once(tmp_path, hub, capsys):
-    url = "https://user:hidden@h/a.jsonl?page=1"
-    assert paths(urls=(url, "https://h/a.jsonl?page=2", f"{url}#part")) == [url, "https://h/a.jsonl?page=2"]
-    assert "hidden" not in capsys.readouterr().err
-    fill(hub / "name", "a#1.jsonl", "a#2.jsonl")
-    assert len(paths(hub="org/name", data_files=("*.jsonl", "a*.jsonl"))) == 2
-    fill(tmp_path, "a.jsonl")
-    twice = (f"file://{tmp_path}/a.jsonl", f"file://{tmp_path}/b/../a.jsonl")
-    assert paths(urls=twice) == [f"file://{tmp_path}/a.jsonl"]
-
-
-def test_brackets_in_a_name(tmp_path):
-    fill(tmp_path, "a[12].txt", "a1.txt", "a2.txt", "b*.txt", "bc.txt")
-    assert paths(files=(f"{tmp_path}/a[12].txt",)) == [f"{tmp_path}/a[12].txt"]
-    assert paths(files=(f"{tmp_path}/b*.txt",)) == [f"{tmp_path}/b*.txt"]
-    assert paths(files=(f"{tmp_path}/a[1-2].txt",)) == [f"{tmp_path}/a1.txt", f"{tmp_path}/a2.txt"]
-
-
 @pytest.mark.parametrize("name", ["*.jsonl", "no.jsonl", "folder", "folder/**/*", "no/*"])
 def test_nothing_there(tmp_path, name):
     fill(tmp_path, "a.txt")
     (tmp_path / "folder").mkdir()
     wanted = (f"{tmp_path}/a.txt", f"{tmp_path}/{name}")
     assert refusal(files=wanted) == f"source web: no file at {tmp_path}/{name}"
-
-
-def test_addresses_are_taken_as_they_are():
-    urls = ("https://h/b.jsonl?x=1", "https://h/a.jsonl")
-    assert locate(Source("web", 1.0, urls=urls)) == [SourceFile(url, None, None) for url in urls]
-    assert locate(Source("web", 1.0, builtin="python_topics")) == []
 
 
 @pytest.mark.parametrize("how", ["plain", "stream"])
@@ -207,14 +183,6 @@ def test_what_a_server_cuts_short_always_stops(site):
     with pytest.raises(UserError, match=r"/short/a\.jsonl cannot be read past record \d+: .*; try again$") as error:
         read(f"{site}/short/a.jsonl", skip_bad=True)
     assert "\n" not in str(error.value)
-
-
-def test_a_missing_http_client_is_no_bad_record(monkeypatch):
-    for protocol in ("http", "https"):
-        monkeypatch.delitem(REGISTRY, protocol, raising=False)
-    monkeypatch.setitem(sys.modules, "fsspec.implementations.http", None)
-    with pytest.raises(UserError, match="aiohttp"):
-        read("http://127.0.0.1:9/a.jsonl", skip_bad=True)
 
 
 @pytest.fixture

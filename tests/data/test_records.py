@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import random
 import sys
 import zlib
 from collections.abc import Sequence
@@ -75,8 +74,6 @@ def refusal(path: Path, skip_bad: bool = False, **source) -> str:
 
 FILES = [
     ("a.jsonl", LINES, DOCUMENTS),
-    ("a.JSON", lines("content"), DOCUMENTS),
-    ("a.ndjson", lines("raw_content").rstrip(b"\n"), DOCUMENTS),
     ("a.jsonl", lines("document").replace(b"\n", b"\r\n\r\n"), DOCUMENTS),
     ("a.jsonl.gz", gzip.compress(LINES[:999]) + gzip.compress(b"") + gzip.compress(LINES[999:]), DOCUMENTS),
     ("a.ndjson.zstd", zstandard.compress(b"\xef\xbb\xbf" + LINES), DOCUMENTS),
@@ -112,9 +109,7 @@ def test_a_given_format_comes_before_the_ending(tmp_path):
     [
         ([{"text": "no", "body": "yes"}], "body", ["yes"]),
         ([{"meta": {"x": {"y": "yes"}}}], "meta.x.y", ["yes"]),
-        ([{"meta": {"body": "no"}, "meta.body": "yes"}], "meta.body", ["yes"]),
         ([{"document": "4", "raw_content": "3", "content": "2", "text": "1"}], None, ["1"]),
-        ([{"document": "3", "raw_content": "2"}], None, ["2"]),
         # An empty text is one.
         ([{"content": "no", "text": ""}, {"content": "no", "text": "1"}], None, ["1"]),
         ([{"content": "1", "text": None}, {"content": "2", "text": "no"}], "content", ["1", "2"]),
@@ -164,13 +159,10 @@ def test_empty_documents_are_counted(tmp_path):
     [
         ({}, "abcd"),
         ({"lang": "en"}, "ac"),
-        ({"lang": ["de", "en"]}, "abc"),
-        ({"score": {"max": 0.5}}, "ab"),
         ({"score": {"min": 0.2, "max": 0.9}}, "b"),
         ({"score": ["x", 1]}, "c"),
         ({"meta.lang": "en"}, "a"),
         ({"meta.stars": {"min": 2}, "lang": "en"}, "c"),
-        ({"missing": {"min": 0}}, ""),
         ({"meta.lang.code": ["en"]}, ""),
     ],
 )
@@ -187,9 +179,7 @@ def test_filters(tmp_path, kind, filters, kept):
     ("accepted", "value", "message"),
     [
         (0, "00", "its n is a text, and the filter wants a number; put it in quotes"),
-        ({"min": 1}, "1", "its n is a text, and the filter wants a number"),
         (True, 1, "its n is a number, and the filter wants true or false"),
-        ([1, "a"], True, "its n is true or false, and the filter wants a number or a text"),
         ("en", ["en"], "its n is of type list, and the filter wants a text"),
     ],
 )
@@ -209,7 +199,6 @@ def test_a_filtered_record_needs_no_text_and_a_text_file_takes_no_filter(tmp_pat
 FAULTS = [
     ("a.jsonl", ONE + b'{"text": \n' + TWO, ", line 2: not a JSON record", ["1", "2"]),
     ("a.jsonl", ONE + b"[" * 100_000 + b"\n" + TWO, ", line 2: not a JSON record", ["1", "2"]),
-    ("a.jsonl", ONE + b"[1]\n" + TWO, ", line 2: expected a JSON object, found list", ["1", "2"]),
     ("a.jsonl", ONE + b'{"id": 1, "x": ""}\n' + TWO, ", line 2: no text field text; the record has id, x", ["1", "2"]),
     ("a.jsonl", b'{"x": 1}\n' + TWO, ", line 1: no text field text or content or raw_content or document; the", ["2"]),
     ("a.jsonl", ONE + b'{"text": 5}\n' + TWO, ", line 2: its text is int, not a text", ["1", "2"]),
@@ -217,11 +206,9 @@ FAULTS = [
     ("a.parquet", parquet({"text": ["1", None, "2"]}), ", row 2: its text is null, not a text", ["1", "2"]),
     ("a.txt", b"ab\xff", ": byte 3 is not UTF-8", []),
     ("a.jsonl.zst", b"", " is empty", []),
-    ("a.jsonl.gz", gzip.compress(b""), " is empty", []),
     ("a.jsonl.gz", b"not gzip", " cannot be read past record 0: Not a gzipped file", []),
     ("a.jsonl.gz", GZIP[:-8] + bytes(4) + GZIP[-4:], " cannot be read past record ", None),
     ("a.jsonl.zst", ZSTD + b"and more", " cannot be read past record ", None),
-    ("a.jsonl.zst", ZSTD[:-4] + bytes(4), " cannot be read past record ", None),
     *(("a.parquet", data, " cannot be read past record 0: ", []) for data in (b"", PARQUET[:-1], PARQUET[1:])),
     ("a.parquet", PARQUET.replace(PARQUET[2000:2200], bytes(200)), " cannot be read past record ", None),
 ]
@@ -238,7 +225,7 @@ def test_a_fault_stops_or_is_skipped(tmp_path, name, data, message, kept):
     assert refused.startswith(reading.examples[0])
 
 
-@pytest.mark.parametrize("cut", [1, 11, -200, -4, -1])
+@pytest.mark.parametrize("cut", [11, -200, -4])
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz"])
 def test_truncated(tmp_path, name, cut):
     data = GZIP if name.endswith("gz") else ZSTD
@@ -273,19 +260,3 @@ def test_what_is_no_bad_record(tmp_path, monkeypatch, skip_bad):
     for name, data in {"a.jsonl.zst": ZSTD, "a.parquet": PARQUET}.items():
         (tmp_path / name).write_bytes(data)
         assert refusal(tmp_path / name, skip_bad).endswith('reading it needs pyarrow; pip install "moh-llm[data]"')
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet"])
-def test_position(tmp_path, name):
-    texts = [random.Random(i).randbytes(50).hex() for i in range(8000)]
-    columns = {"text": texts, "id": [f"{i % 2}" for i in range(8000)]}
-    data = json_lines([{"id": f"{i % 2}", "text": text} for i, text in enumerate(texts)])
-    pack = {"zst": zstandard.compress, "parquet": lambda _: parquet(columns, rows=400)}
-    data = pack.get(name.rsplit(".", 1)[1], bytes)(data)
-    (tmp_path / name).write_bytes(data)
-    reading, source = Reading(), Source("web", 1.0, filters={"id": "1"})
-    found = source_documents(source, [SourceFile(f"{tmp_path}/{name}")], reading)
-    positions, documents = zip(*((reading.stored, text) for _, text in found), strict=True)
-    assert list(documents) == texts[1::2] and list(positions) == sorted(positions)
-    assert 0.95 * len(data) < positions[-1] <= len(data)
-    assert positions[0] < 0.2 * len(data) or name == "a.parquet"  # which is read ahead

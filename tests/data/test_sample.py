@@ -88,26 +88,6 @@ def test_one_long_document_is_cut(tmp_path, tokenizer):
     assert source.validation.read(0, len(validation))[1].tolist() == []
 
 
-def test_long_documents_come_first_and_are_cut(tmp_path, tokenizer):
-    documents = [f"{number:03} " + "x" * (40 if number % 10 else 200) for number in range(100)]
-    (source,) = sample_mixture(
-        mixture_from_files([write(tmp_path / "a.jsonl", documents)]), tokenizer, 400, 50, long=100
-    )
-    read, begins = source.train.read(0, len(source.train))
-    lengths = np.diff([*begins, len(read)])
-    assert (lengths[:4] == 100).all()
-    without = [document for document in documents if len(document) < 100]
-    (source,) = sample_mixture(mixture_from_files([write(tmp_path / "b.jsonl", without)]), tokenizer, 400, 50, long=100)
-    assert len(source.train) >= 400
-
-
-@pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
-def test_a_split_that_leaves_one_side_empty(tmp_path, tokenizer, share):
-    (source,) = sample_mixture(mixture_from_files([write(tmp_path / "a.jsonl", ["a", "b", "c"])], share), tokenizer)
-    ids = ids_of(source.train) + ids_of(source.validation)
-    assert tokenizer.decode(ids) == "a<end>b<end>c<end>"
-
-
 def test_half_a_surrogate_pair_is_read(tmp_path, tokenizer):
     """JSON may escape one, as text does that was cut within an emoji."""
     file = write(tmp_path / "a.jsonl", ["before", "cut \ud83d here", "after"])

@@ -40,27 +40,12 @@ def test_shares_follow_the_weights_at_every_moment(weights):
     assert np.abs(counts / 10_000 - share).max() < 0.001
 
 
-def test_any_sequence_is_found_without_its_predecessors():
-    stream = sequences_of([0.3, 0.7], seed=3)
-    whole = stream.batch(0, 50)["input_ids"]
-    for first, count in ((0, 7), (7, 1), (49, 1), (13, 20)):
-        assert torch.equal(stream.batch(first, count)["input_ids"], whole[first : first + count])
-    assert [int(row[0]) // 10_000 for row in whole] == [stream.locate(number)[0] for number in range(50)]
-
-
 def test_every_epoch_reads_each_sequence_once_in_another_order():
     stream = sequences_of([1.0])
     first, second = (stream.batch(100 * epoch, 100)["input_ids"][:, 0].tolist() for epoch in (0, 1))
     assert sorted(first) == sorted(second) == list(range(0, 1000, 10))
     assert first != second
     assert sequences_of([1.0], seed=1).batch(0, 100)["input_ids"][:, 0].tolist() != first
-
-
-def test_a_source_keeps_its_order_when_another_one_goes():
-    both = SequenceStream([source("a", 0.5), source("b", 0.5, base=5000)], 10, seed=0)
-    alone = SequenceStream([source("b", 1.0, base=5000)], 10, seed=0)
-    of_b = [row for row in both.batch(0, 40)["input_ids"][:, 0].tolist() if row >= 5000]
-    assert of_b == alone.batch(0, 20)["input_ids"][:, 0].tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000])
@@ -85,18 +70,6 @@ def test_a_step_is_the_same_on_any_number_of_processes(seed, weights, sequence_l
         parts = [next(again.read_steps([step], batch_size, rank, world)) for rank in range(world)]
         for name, tensor in whole.items():
             assert torch.equal(torch.cat([part[name] for part in parts]), tensor)
-
-
-def test_resume_in_another_number_of_processes():
-    def run(world: int, steps: range) -> list[torch.Tensor]:
-        streams = [sequences_of([0.5, 0.3, 0.2], 16, seed=5) for _ in range(world)]
-        parts = [stream.read_steps(steps, 6, rank, world) for rank, stream in enumerate(streams)]
-        return [torch.cat([part["input_ids"] for part in batch]) for batch in zip(*parts, strict=True)]
-
-    unbroken = run(1, range(1, 11))
-    for world in (2, 3, 8):
-        resumed = run(2, range(1, 5)) + run(world, range(5, 11))
-        assert all(torch.equal(a, b) for a, b in zip(resumed, unbroken, strict=True))
 
 
 def test_too_little_text_is_refused():

@@ -1,7 +1,5 @@
 """Windows mark documents; shards are one row of tokens; documents do not see each other."""
 
-import struct
-
 import numpy as np
 import pytest
 import torch
@@ -11,21 +9,11 @@ from hypothesis import strategies as st
 from moh_llm.data.shards import Shard, TokenizedSource, TokenStream, split_tail
 from moh_llm.data.windows import fixed_batches, held_out_tokens, validation_batches, window
 from moh_llm.errors import UserError
-from moh_llm.records.tokens import SplitRecord
 
 
 def documents(*lengths: int) -> list[np.ndarray]:
     ends = np.cumsum(lengths)
     return [np.arange(end - length, end, dtype=np.uint32) for length, end in zip(lengths, ends, strict=True)]
-
-
-def write(folder, pieces: list[np.ndarray], name: str = "train-00000.ds") -> Shard:
-    path, dtype = folder / name, np.dtype("<u2")
-    path.write_bytes(np.concatenate(pieces).astype(dtype).tobytes())
-    ends = np.cumsum([len(piece) for piece in pieces])
-    path.with_name(name + ".index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
-    entry = SplitRecord(documents=len(pieces), tokens=int(ends[-1]), bytes=path.stat().st_size, sha256="")
-    return Shard.from_file(path, dtype, entry)
 
 
 def test_window_marks_documents():
@@ -59,15 +47,6 @@ def test_shards_are_one_row(lengths, start, length):
     assert part.read(0, length)[0].tolist() == ids.tolist()
     with pytest.raises(IndexError):
         stream.read(total - 1, 2)
-
-
-def test_files_read_as_arrays_do(tmp_path):
-    first, second = documents(7, 2, 11), [piece + 20 for piece in documents(5, 4)]
-    shards = [write(tmp_path, first, "a.ds"), write(tmp_path, second, "b.ds")]
-    stored, held = TokenStream.from_shards(shards), TokenStream.from_documents(first + second)
-    for start, length in ((0, 29), (5, 8), (18, 6), (20, 9), (28, 1)):
-        for a, b in zip(stored.read(start, length), held.read(start, length), strict=True):
-            assert np.array_equal(a, b)
 
 
 def test_the_tail_is_held_out():

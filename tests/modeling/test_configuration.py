@@ -59,21 +59,12 @@ GROUPED = {"routing_granularity": "kv_group"}
     ("fields", "message"),
     [
         ({"num_active_heads": 10}, "num_active_heads=10 must lie between num_shared_heads=4 and num_attention_heads=9"),
-        ({"num_shared_heads": 5, "num_active_heads": 4}, r"num_active_heads=4 must lie between num_shared_heads=5"),
-        ({"num_shared_heads": 10}, "num_shared_heads=10 must lie between 0 and num_attention_heads=9"),
         ({"num_shared_heads": 0, "num_active_heads": 0}, "num_active_heads=0 must lie between 1 and"),
         ({"num_active_heads": [7, 3]}, r"num_active_heads=3 must lie .* \(layer 1\)"),
-        ({"num_active_heads": [7]}, "num_active_heads has 1 entries for num_hidden_layers=2"),
         ({"shared_heads": [[0]]}, "shared_heads has 1 entries for num_hidden_layers=2"),
         (
             {"num_shared_heads": 1, "shared_heads": [[0], [9]]},
             r"\[9\] must be 1 different head ids .*=9 \(layer 1\)",
-        ),
-        ({"num_shared_heads": 2, "shared_heads": [[0, 0], [1, 2]]}, r"shared_heads=\[0, 0\] must be 2 different"),
-        ({"routing_granularity": "group"}, "routing_granularity='group' must be one of head, kv_group"),
-        (
-            GROUPED | {"num_shared_heads": 4, "num_active_heads": 6},
-            r"num_shared_heads=4 must be whole key-value groups of 3 heads, .* \(layer 0\)",
         ),
         (GROUPED | {"num_active_heads": [6, 7]}, r"num_active_heads=7 must be whole .* \(layer 1\)"),
         (
@@ -81,8 +72,6 @@ GROUPED = {"routing_granularity": "kv_group"}
             r"shared_heads=\[2, 3, 4\] must be whole key-value groups of 3 heads, .* \(layer 1\)",
         ),
         ({"router_type": "norm"}, "router_type='norm' must be one of query_norm, linear, threshold, two_stage"),
-        ({"router_score": "soft"}, "router_score='soft' must be one of quantized, weighted"),
-        ({"head_fallback": "mean"}, "head_fallback='mean' must be one of none, value"),
         ({"head_fallback": "value", "router_score": "weighted"}, "head_fallback=.value. needs router_score"),
         ({"router_type": "two_stage", "num_shared_heads": 0}, "needs at least one shared and one routed head"),
     ],

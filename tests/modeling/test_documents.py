@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
-from moh_llm.modeling.seen_moh import paged_keys, seen_keys
+from moh_llm.modeling.seen_moh import seen_keys
 from tests.modeling import naive
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
@@ -112,17 +112,6 @@ def test_what_tells_documents_apart(rows, use_cache, implementation, expected):
     positions = torch.tensor([[8, 9, 0, 1, 30, 5]])
     got = first_tokens(torch.zeros(rows, 6), None, positions, None, use_cache, implementation)
     assert got.nonzero()[:, 1].tolist() == expected
-
-
-def test_a_paged_cache_has_the_keys_of_all_requests_side_by_side():
-    """A chunk of one request, a step of another one, and the first token of a third; then padding."""
-    positions = torch.tensor([[4, 5, 9, 0, 0, 0]])
-    seen = paged_keys(positions, torch.tensor([0, 2, 3, 4]), torch.tensor([0, 6, 16, 17]), 3, 1)
-    assert seen.start[0, :4, 0].tolist() == [0, 0, 6, 16]
-    assert seen.last[0, :4, 0].tolist() == [4, 5, 15, 16]
-    assert seen.near[0, :4, 0].tolist() == [2, 3, 13, 16]
-    assert seen.hidden[0, :3, 0].tolist() == [1, 2, 6] and seen.hidden[0, 3, 0] <= 0
-    assert not seen.is_consecutive and not seen.is_causal
 
 
 def test_nothing_waits_for_the_device():

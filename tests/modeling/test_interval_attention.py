@@ -163,16 +163,6 @@ def test_what_queries_see_is_told_by_where_documents_begin(layout, seen):
     assert torch.equal(seen_sinks.expand_as(on), expected.sink_end.expand_as(on))
 
 
-def test_the_form_that_is_registered_is_taken(monkeypatch):
-    arguments, called = make_case("packed", (4, 2, 16), "window", "some"), []
-    monkeypatch.setitem(
-        ALL_ATTENTION_FUNCTIONS._global_mapping, NAME, lambda *args, **more: called.append((args, more))
-    )
-    interval_attention(*arguments, kinds=((0,), (3,)))
-    ((given, more),) = called
-    assert all(own is other for own, other in zip(given, arguments, strict=False)) and more == {"kinds": ((0,), (3,))}
-
-
 class Largest(TorchDispatchMode):
     """The number of entries of the largest tensor that is made."""
 

@@ -10,7 +10,7 @@ import clean_forks
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
 
@@ -30,16 +30,6 @@ def folder(make_pair, byte_tokenizer, tmp_path) -> Path:
     tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "moh")
     return tmp_path / "moh"
-
-
-@pytest.mark.slow
-def test_auto_classes_know_the_model_after_import_moh_llm(folder):
-    program = (
-        f"import moh_llm; from transformers import AutoConfig, AutoModelForCausalLM\n{LOAD.format(folder=str(folder))}"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == CLASSES
 
 
 @pytest.mark.slow
@@ -76,27 +66,6 @@ def test_sequence_classification_scores_the_last_token_that_is_no_padding(folder
     again = AutoModelForSequenceClassification.from_pretrained(folder.parent / "classifier").eval()
     with torch.no_grad():
         assert torch.equal(again(ids).logits, logits)
-
-
-def test_device_map_auto_and_layers_on_disk(folder, ids, tmp_path):
-    whole = MoHLlamaForCausalLM.from_pretrained(folder).eval()
-    placed = MoHLlamaForCausalLM.from_pretrained(folder, device_map="auto").eval()
-    devices = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    devices |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    on_disk = MoHLlamaForCausalLM.from_pretrained(folder, device_map=devices, offload_folder=tmp_path / "disk").eval()
-    with torch.no_grad():
-        expected = whole(ids).logits
-        assert torch.equal(placed(ids.to(placed.device)).logits.cpu(), expected)
-        assert torch.equal(on_disk(ids).logits, expected)
-
-
-def test_pipeline_uses_the_chat_template(folder):
-    write = pipeline("text-generation", model=str(folder))
-    assert type(write.model) is MoHLlamaForCausalLM
-    (answer,) = write([{"role": "user", "content": "hello"}], max_new_tokens=4, do_sample=False)
-    prompt = write.tokenizer("<user>hello", return_tensors="pt")
-    expected = write.model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert answer["generated_text"][-1]["content"] == write.tokenizer.decode(expected, skip_special_tokens=True)
 
 
 def test_four_bits_leave_routing_whole_and_train_with_adapters(folder, ids):

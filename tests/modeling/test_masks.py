@@ -1,12 +1,10 @@
 """Every mask that LLaMA takes: with all heads on LLaMA's result, else the naive loop's over keys that are visible."""
 
-import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moh_llm.modeling import interval_attention_moh
 from tests.modeling import naive
@@ -225,8 +223,6 @@ def test_with_all_heads_on_every_mask_is_the_bases(make, ids, name, implementati
     "settings",
     [
         {},
-        {"use_cache": False},
-        {"prefill_chunk_size": 5},
         {"num_beams": 2},
         {"cache_implementation": "static", "disable_compile": True},
     ],
@@ -267,65 +263,6 @@ def test_gradients_are_those_of_the_text_without_holes(make, ids, name, checkpoi
         torch.testing.assert_close(found, expected)
 
 
-def as_flash_attention(module, query, key, value, attention_mask, scaling, position_ids=None, **kwargs):
-    """What transformers does for flash attention: rows without what a mask hides; packed documents of one row."""
-    out = torch.zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype)
-    keys, values = (states.repeat_interleave(module.num_key_value_groups, 1) for states in (key, value))
-    length, total = query.shape[2], key.shape[2]
-    restarts = position_ids is not None and length == total and bool((position_ids.diff(dim=-1) != 1).any())
-    for row in range(len(query)):
-        shown = torch.ones(total, dtype=torch.bool) if attention_mask is None else attention_mask[row].bool()
-        edges = [0, total]
-        if attention_mask is None and restarts and len(query) == 1:
-            edges = [0, *((position_ids[0].diff() != 1).nonzero()[:, 0] + 1).tolist(), total]
-        for first, last in itertools.pairwise(edges):
-            own = [t for t in range(first, last) if shown[t]]
-            for number, t in enumerate(own):
-                if t >= total - length:
-                    of = t - (total - length)
-                    scores = (keys[row, :, own[: number + 1]] @ query[row, :, of, :, None])[..., 0] * scaling
-                    out[row, of] = (scores.softmax(-1)[:, None] @ values[row, :, own[: number + 1]])[:, 0]
-    return out, None
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["value", "local", "start"])
-def test_flash_attention(make, ids, name, monkeypatch):
-    """Its mask is one of padding; none where all tokens are visible, and then positions tell documents apart."""
-    _, moh = make(name, dtype=torch.float64)
-    mask, positions = padding(), counted(padding())
-    expected = loop(moh, ids, positions, causal(mask)).masked_fill(mask[..., None] == 0, torch.nan)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", as_flash_attention)
-    moh.config._attn_implementation = "flash_attention_2"
-    check(moh(ids, attention_mask=mask, position_ids=positions).logits, expected)
-    check(in_chunks(moh, ids, mask, [10, 12, 1, 1], DynamicCache(config=moh.config)), expected)
-    for row in range(len(ids) - 1):
-        given = {"attention_mask": mask[row : row + 1], "position_ids": positions[row : row + 1]}
-        check(moh(ids[row : row + 1], **given).logits, expected[row : row + 1])
-    packed = torch.cat([torch.arange(9), torch.arange(15)])[None]
-    expected = loop(moh, ids[:1], packed, four_dims_of(packed))
-    for given in ({}, {"attention_mask": torch.ones(1, LENGTH)}):
-        check(moh(ids[:1], position_ids=packed, **given).logits, expected)
-
-
-def four_dims_of(positions: torch.Tensor) -> torch.Tensor:
-    """Which keys queries see of packed documents, `[B, T, T]`."""
-    steps = torch.arange(positions.shape[1])
-    return (steps <= steps[:, None]) & (steps >= (steps - positions)[..., None])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["value", "local"])
-def test_positions_do_not_tell_documents_apart_beside_a_mask(make, ids, name):
-    _, moh = make(name, dtype=torch.float64)
-    packed = torch.cat([torch.arange(9), torch.arange(15)])[None]
-    seen = causal(torch.ones(1, LENGTH))
-    check(
-        moh(ids[:1], position_ids=packed, attention_mask=torch.ones(1, LENGTH)).logits, loop(moh, ids[:1], packed, seen)
-    )
-    check(moh(ids[:1], position_ids=packed, use_cache=False).logits, loop(moh, ids[:1], packed, four_dims_of(packed)))
-
-
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["value", "local"])
@@ -340,12 +277,3 @@ def test_compiled_and_exported(make, ids, name):
     check(compiled(ids, **given | {"attention_mask": causal(mask)[:, None]}).logits, expected)
     exported = torch.export.export(moh, (ids,), given, strict=False).module()
     check(exported(ids, **given).logits, expected)
-
-
-@torch.no_grad()
-def test_scores_are_computed_in_parts(make, ids, monkeypatch):
-    _, moh = make("local", dtype=torch.float64)
-    mask = four_dims("random", 4)[0]
-    expected = moh(ids, attention_mask=mask, use_cache=False).logits
-    monkeypatch.setattr(interval_attention_moh, "_ROWS", 14)
-    torch.testing.assert_close(moh(ids, attention_mask=mask, use_cache=False).logits, expected)

@@ -1,10 +1,5 @@
 """The heads that each token has on, as `heads_on` reads them, against the naive loop."""
 
-import json
-import os
-import sys
-
-import clean_forks
 import numpy as np
 import pytest
 import torch
@@ -74,35 +69,3 @@ def test_padding_packing_and_caches_do_not_change_them(make_pair, ids, name):
     with torch.no_grad():
         past = moh(ids[:1, :15], use_cache=True).past_key_values
     assert torch.equal(heads_on(moh, ids[:1, 15:], past_key_values=past), wanted[:, :, 15:])
-
-
-@pytest.mark.slow
-def test_the_default_conversion_without_the_package(make_llama, convert, tmp_path):
-    """Converted with local fallbacks, and loaded by the code beside it in a process that never saw `moh_llm`."""
-    base = make_llama(num_attention_heads=8, hidden_size=64, initializer_range=0.1)
-    flags = ["--fallback", "local", "--local-window", "8", "local_sinks=2", "--local-start", "24"]
-    assert convert(base, tmp_path / "moh", *flags, "--context", "128", "--heldout-tokens", "0") == 0
-    moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh", dtype=torch.float64)
-    assert moh.config.router_type == "threshold" and moh.config.local_start == 24
-    ids = torch.randint(1, 257, (1, 40), generator=torch.Generator().manual_seed(0))
-    found = heads_on(moh, ids)
-    assert torch.equal(found, by_loops(moh, ids)) and found[:, :, :24].all()
-    assert torch.equal(heads_on(moh, ids[:, :20]), found[:, :, :20])
-    later = found[:, :, 24:].float().mean((0, 2))
-    assert ((later > 0) & (later < 1)).any(1).all()  # a router chooses in each layer
-
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import json, sys, torch\nfrom transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float64)\n"
-        "on = []\nfor router in model.routers:\n"
-        "    router.register_forward_hook(lambda *seen: on.append(seen[2][1] != 0))\n"
-        "with torch.no_grad():\n    model(torch.tensor(json.loads(sys.argv[2])))\n"
-        "assert 'moh_llm' not in sys.modules\nprint('heads', json.dumps(torch.stack(on, 1).tolist()))\n"
-    )
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    words = [sys.executable, "-I", str(script), str(tmp_path / "moh"), json.dumps(ids.tolist())]
-    done = clean_forks.run(words, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    line = next(line for line in (done.stdout + done.stderr).splitlines() if line.startswith("heads "))
-    assert json.loads(line.removeprefix("heads ")) == found.tolist()
