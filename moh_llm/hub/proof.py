@@ -48,7 +48,8 @@ def prove(published: Path, local: Path) -> Proof:
     """Load a folder in a clean process by its own code, and compare it with the local model, bit for bit.
 
     The clean process has no network, no `moh_llm`, and an empty cache and working folder. Compared are the logits of
-    texts alone and in a padded batch, and greedily generated tokens. The processes run one after the other, on the CPU.
+    texts alone and in a padded batch, those of a text in which heads with local fallbacks are off, and greedily
+    generated tokens. The processes run one after the other, on the CPU.
 
     A weight that changes no bit of these outputs is not noticed: embeddings of tokens that no text holds, and a
     router's weight that changes too little to switch a head.
@@ -183,7 +184,7 @@ def encode(tokenizer: Any, config: Any) -> dict[str, Any]:
 
 
 def observe(model: Any, batch: dict[str, Any], pad_token_id: int | None) -> dict[str, Any]:
-    """A causal LM's outputs: logits of each text alone, of the texts in the batch, and generated tokens."""
+    """A causal LM's outputs: logits of each text alone, in the batch and in one long text, and generated tokens."""
     import torch
 
     mask = batch["attention_mask"].bool()
@@ -193,6 +194,11 @@ def observe(model: Any, batch: dict[str, Any], pad_token_id: int | None) -> dict
         for i, ids in enumerate(batch["input_ids"]):
             tensors[f"logits.{i}"] = model(input_ids=ids[mask[i]][None]).logits[0]
         tensors["logits.batch"] = model(**batch).logits[mask]
+        if model.config.head_fallback == "local":  # a document's first tokens have all heads on
+            length = min(model.config.all_heads_until + MAX_TOKENS, model.config.max_position_embeddings)
+            ids = batch["input_ids"][mask]
+            ids = ids.repeat(-(-length // len(ids)))[None, :length]
+            tensors["logits.long"] = model(input_ids=ids, logits_to_keep=MAX_TOKENS).logits[0]
         tensors["generated"] = model.generate(
             **batch, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, pad_token_id=pad_token_id
         )

@@ -95,6 +95,18 @@ def test_what_is_observed_shows_every_matrix_of_the_default_layer(moh_model, mon
         parameter.data.copy_(old)
 
 
+def test_the_fallback_of_a_head_that_is_off_is_observed(make_model):
+    """With local fallbacks a document's first tokens have all heads on, and the short texts are no longer than these."""
+    plan = {"num_shared_heads": 1, "num_active_heads": 1, "router_type": "none", "head_fallback": "local"}
+    folder = make_model(MoHLlamaConfig, local_window=4, local_sinks=1, local_start=100, **plan)
+    model, tokenizer = MoHLlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    batch = encode(tokenizer, model.config)
+    before = observe(model, batch, tokenizer.pad_token_id)
+    torch.nn.init.ones_(model.model.layers[0].self_attn.fallback.distant_value)
+    after = observe(model, batch, tokenizer.pad_token_id)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == ["logits.long"]
+
+
 def test_changed_code_is_found(folder, moh_model, forked_proof):
     with (folder / "attention_moh.py").open("a") as file:
         file.write("\n_dense = llama.LlamaRMSNorm.forward\n")
