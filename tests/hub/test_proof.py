@@ -96,7 +96,7 @@ def test_what_is_observed_shows_every_matrix_of_the_default_layer(moh_model, mon
 
 
 def test_the_fallback_of_a_head_that_is_off_is_observed(make_model):
-    """With local fallbacks a document's first tokens have all heads on, and the short texts are no longer than these."""
+    """With local fallbacks a document's first tokens have all heads on; the short texts have no others."""
     plan = {"num_shared_heads": 1, "num_active_heads": 1, "router_type": "none", "head_fallback": "local"}
     folder = make_model(MoHLlamaConfig, local_window=4, local_sinks=1, local_start=100, **plan)
     model, tokenizer = MoHLlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
