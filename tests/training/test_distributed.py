@@ -41,11 +41,10 @@ def start(
     way: str,
     recipe: Path,
     output: Path,
-    largest_file: int | None = None,
     program: Sequence[str] = ("train.py",),
     **keys: object,
 ) -> "subprocess.CompletedProcess[str]":
-    """`train.py RECIPE` or another program on two processes, which may be refused files of more than so many bytes."""
+    """`train.py RECIPE` or another program on two processes."""
     if way.startswith("zero"):
         if importlib.util.find_spec("deepspeed") is None:
             pytest.skip("deepspeed is not installed")
@@ -59,7 +58,7 @@ def start(
         str(output),
         *(f"--{name}={value}" for name, value in steps.items()),
     ]
-    return forks.run(*words, folder=ROOT, environment=WAYS[way], processes=2, largest_file=largest_file)
+    return forks.run(*words, folder=ROOT, environment=WAYS[way], processes=2)
 
 
 def run(way: str, recipe: Path, output: Path, program: Sequence[str] = ("train.py",)) -> str:
@@ -116,20 +115,11 @@ def test_two_processes_follow_the_curve_of_one(single, run_of, way):
     assert_same_run(folder, single)
 
 
-@pytest.mark.parametrize("way", ["zero3", "fsdp2"])
-def test_a_frozen_base_teaches_itself_on_two_processes_as_on_one(recipe, configure, tmp_path, way):
+def test_a_frozen_base_teaches_itself_on_two_processes_as_on_one(recipe, configure, tmp_path):
     train(configure(output_dir=str(tmp_path / "one"), **STEPS | {"freeze_base": True}))
-    done = start(way, recipe, tmp_path / "two", freeze_base="true")
+    done = start("fsdp2", recipe, tmp_path / "two", freeze_base="true")
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same_run(tmp_path / "two", tmp_path / "one")
-
-
-@pytest.mark.parametrize("way", ["zero2", "zero3", "fsdp2"])
-def test_two_processes_resume_the_run_of_one(single, recipe, tmp_path, way):
-    shutil.copytree(single, tmp_path / "there")
-    unfinish(tmp_path / "there", 10)
-    assert "resumed from" in run(way, recipe, tmp_path / "there")
-    assert_same_run(tmp_path / "there", single)
 
 
 @pytest.mark.parametrize("way", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
@@ -140,18 +130,6 @@ def test_one_process_resumes_the_run_of_two(single, run_of, configure, tmp_path,
     train(configure(output_dir=str(tmp_path / "back"), **STEPS | MILESTONES), say=said.append)
     assert any("resumed from" in line and "step-000010" in line for line in said)
     assert_same_run(tmp_path / "back", single)
-
-
-def test_a_full_disk_leaves_the_checkpoint_before(single, recipe, tmp_path):
-    folder = Path(shutil.copytree(single, tmp_path / "full"))
-    unfinish(folder, 10)
-    before = {path.name: path.read_bytes() for path in (folder / "checkpoints" / "step-000010").iterdir()}
-    done = start("zero2", recipe, folder, largest_file=50_000)  # the weights have more
-    assert done.returncode != 0
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "cannot write" in line and "step-000020" in line and "earlier checkpoints are untouched" in line
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000010"]
-    assert {path.name: path.read_bytes() for path in (folder / "checkpoints" / "step-000010").iterdir()} == before
 
 
 @pytest.mark.parametrize("way", ["zero3", "fsdp2"])
@@ -168,22 +146,20 @@ def test_milestones_are_saved_beside_a_distributed_model(single, run_of, way):
         torch.testing.assert_close(a[name], weight, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("way", "rank"), [("zero3", None), ("fsdp2", 4)])
-def test_a_teacher_beside_the_student_is_divided_too(make_llama, convert, configure, recipe, tmp_path, way, rank):
+def test_a_teacher_beside_the_student_is_divided_too(make_llama, convert, configure, recipe, tmp_path):
     """A model that was tuned before is taught by its base, under LoRA, too."""
     base = make_llama(tie_word_embeddings=True)
     assert convert(base, tmp_path / "moh", "--num-active-heads", "2", "--fallback", "value") == 0
     train(configure(model=str(tmp_path / "moh"), output_dir=str(tmp_path / "first"), max_steps=8))
-    keys = {"model": str(tmp_path / "first" / "model"), "max_steps": 6}
-    keys |= {} if rank is None else {"lora.rank": rank}
+    keys = {"model": str(tmp_path / "first" / "model"), "max_steps": 6, "lora.rank": 4}
     train(configure(**STEPS | keys))
-    done = start(way, recipe, tmp_path / way, **keys)
+    done = start("fsdp2", recipe, tmp_path / "two", **keys)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"from {base}" in done.stdout
-    mine, others = read_log(tmp_path / way), read_log(tmp_path / "run")
+    mine, others = read_log(tmp_path / "two"), read_log(tmp_path / "run")
     assert others[0]["validation"]["reference"] == "base" and others[0]["validation"]["kl"] > 0.1
     for line, wanted in zip(mine[1:], others[1:], strict=True):
         for name in ("loss", "kl", "layer_distance"):
             assert line[name] == pytest.approx(wanted[name], abs=1e-4), (line["step"], name)
-    ended = [read_record(folder)["evaluation"] for folder in (tmp_path / way, tmp_path / "run")]
+    ended = [read_record(folder)["evaluation"] for folder in (tmp_path / "two", tmp_path / "run")]
     assert ended[0]["kl"] == pytest.approx(ended[1]["kl"], abs=1e-4)

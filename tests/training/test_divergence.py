@@ -12,7 +12,6 @@ from trained import read_log
 from moh_llm.errors import UserError
 from moh_llm.records.run import LogLine
 from moh_llm.training import loop
-from moh_llm.training.checkpoints import CheckpointWriter
 from moh_llm.training.config import DivergenceConfig
 from moh_llm.training.losses import StepLosses
 from moh_llm.training.parallel import make_accelerator
@@ -101,29 +100,6 @@ def test_a_bad_step_leaves_no_trace_in_the_weights(configure, spoiled, action: s
     assert record["updates"] == (5 if action == "skip" else 4)
     line = read_log(folder)[4]
     assert line["dropped"] == "the loss is not finite" and line["loss"] is None and line["kl"] is None
-
-
-@pytest.mark.slow
-def test_a_resumed_run_drops_the_same_steps(configure, spoiled, tmp_path: Path) -> None:
-    overrides = {"max_steps": 8, "divergence.action": "roll_back", "checkpoint.save_steps": 2}
-    loop.train(configure(**overrides))
-    broken = configure(output_dir=str(tmp_path / "broken"), **overrides)
-    with pytest.MonkeyPatch.context() as patch:  # stops after step 5: steps 5 and later are made again
-        patch.setattr(CheckpointWriter, "begin", stop_at_6(CheckpointWriter.begin))
-        with pytest.raises(KeyboardInterrupt):
-            loop.train(broken)
-    loop.train(broken)
-    assert read_log(tmp_path / "broken") == read_log(tmp_path / "run")
-    assert same(weights(tmp_path / "broken", 8), weights(tmp_path / "run", 8))
-
-
-def stop_at_6(begin):
-    def stop(writer, step, facts):
-        if step == 6:
-            raise KeyboardInterrupt
-        return begin(writer, step, facts)
-
-    return stop
 
 
 def test_nothing_to_roll_back_to(configure, spoiled) -> None:

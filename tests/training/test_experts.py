@@ -3,12 +3,10 @@
 from dataclasses import asdict
 from pathlib import Path
 
-import forks
 import pytest
 import torch
 from trained import read_log
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
-from ways import WAYS
 
 from moh_llm.data.shards import tokens_for
 from moh_llm.data.stream import SequenceStream
@@ -95,20 +93,6 @@ def test_a_run_has_both_losses_and_saves_mixtrals_names(configure_experts, read_
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in moved
     saved = MoHLlamaForCausalLM.from_pretrained(Path(config.output_dir) / "model")
     assert saved.config.expert_balance_coef == COEFFICIENT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["zero2"])
-def test_two_processes_follow_the_curve_of_one(configure_experts, recipe, tmp_path, way):
-    single = configure_experts(max_steps=4)
-    train(single)
-    words = ["train.py", str(recipe), f"--model={single.model}", f"--output_dir={tmp_path / way}", "--max_steps=4"]
-    done = forks.run(*words, folder=ROOT, environment=WAYS[way], processes=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    mine, others = read_log(tmp_path / way), read_log(Path(single.output_dir))
-    for line, wanted in zip(mine[1:], others[1:], strict=True):
-        for name in ("loss", "kl", "balance_loss", "expert_balance_loss", "gradient_norm"):
-            assert line[name] == pytest.approx(wanted[name], abs=1e-5), (line["step"], name)
 
 
 def test_adapters_are_on_attention(configure_experts):

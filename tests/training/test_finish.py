@@ -51,23 +51,13 @@ def change_a_byte(run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("damage", "fault"),
-    [
-        (lambda run: shutil.rmtree(run / "model"), "is missing"),
-        (change_a_byte, "model.safetensors was changed (other bytes"),
-    ],
-    ids=["no model", "another byte"],
-)
-def test_a_damaged_model_is_made_anew(finished, run, recipe, capsys, damage, fault) -> None:
-    damage(run)
+def test_a_damaged_model_is_made_anew(finished, run, recipe, capsys) -> None:
+    change_a_byte(run)
     assert main(["train", str(recipe), *SHORT]) == 0
     said = capsys.readouterr().out
-    assert f"{run / 'model'} is damaged (" in said and "is made anew from the last checkpoint" in said
+    assert f"{run / 'model'} is damaged (model.safetensors was changed" in said
     assert "step-000002, 0 steps to go" in said and "nothing to do" not in said
     assert model_files(run) == model_files(finished)
-    assert main(["train", str(recipe), *SHORT]) == 0
-    assert "nothing to do" in capsys.readouterr().out
 
 
 def test_a_model_that_cannot_be_made_anew_is_named(run, recipe, capsys) -> None:
@@ -107,12 +97,8 @@ def test_a_run_whose_model_changed_while_it_was_scored_is_not_finished(recipe, t
 
 # What the last stage does, in this order; the process is killed when it gets there.
 MOMENTS = {
-    "before the model is saved": "moh_llm.training.loop.save_network",
     "among the model's files": "transformers.PreTrainedTokenizerFast.save_pretrained",
-    "before the model is in place": "moh_llm.files.share_files",
-    "before its files are marked": "moh_llm.training.loop.mark_files",
     "before it is scored": "moh_llm.training.loop.score_saved",
-    "before the end is recorded": "moh_llm.training.runs.Run.finish",
     "before the card": "moh_llm.hub.card.write_local_card",
 }
 KILLED = """
@@ -139,31 +125,19 @@ def test_killed_in_its_last_stage_the_same_command_ends_in_a_whole_model(finishe
     assert model_files(run) == model_files(finished)
     assert read_record(run)["status"] == "finished"
     assert read_record(run)["evaluation"] == read_record(finished)["evaluation"]
-    leftovers = [path.name for folder in (run, run.parent) for path in folder.glob(".*")]
-    assert leftovers == []
+    assert not [path for folder in (run, run.parent) for path in folder.glob(".*")]
 
 
 # ---- records with missing or wrong fields
 
 
-@pytest.mark.parametrize(
-    ("file", "change", "message"),
-    [
-        ("run.json", {"status": None}, "run.json lacks status"),
-        ("log.jsonl", {"loss": False}, "log.jsonl line 1 has loss = False"),
-        ("log.jsonl", {"timing": {"seconds": 1}}, "log.jsonl line 1 lacks timing.tokens_per_second"),
-    ],
-    ids=["run.json", "log.jsonl", "nested"],
-)
-def test_a_record_with_a_missing_or_wrong_field_is_named(run, recipe, capsys, file, change, message) -> None:
-    path = run / file
-    (run / "run.json").write_text(json.dumps(read_record(run) | {"status": "running"}))
-    first, *others = path.read_text().splitlines() if file == "log.jsonl" else [path.read_text()]
-    record = {key: value for key, value in (json.loads(first) | change).items() if value is not None}
-    path.write_text("".join(f"{line}\n" for line in [json.dumps(record), *others]))
+def test_a_record_with_a_missing_field_is_named(run, recipe, capsys) -> None:
+    record = read_record(run)
+    del record["status"]
+    (run / "run.json").write_text(json.dumps(record))
     assert main(["train", str(recipe), *SHORT]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ") and message in error
+    assert error.startswith("error: ") and "run.json lacks status" in error
 
 
 def test_a_line_of_the_log_that_is_no_json_is_named_unless_a_kill_cut_it_short(run, recipe) -> None:

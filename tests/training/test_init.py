@@ -78,12 +78,8 @@ def test_the_papers_sizes() -> None:
 
 
 @pytest.mark.parametrize("size", ["s", "b"])
-def test_twins_differ_in_their_heads_only_and_every_key_is_explained(size: str) -> None:
+def test_twins_differ_in_their_heads_only(size: str) -> None:
     texts = [(ARCHITECTURES / f"{name}_{size}.yaml").read_text() for name in ("llm", "moh_llm")]
-    for text in texts:
-        lines = text.splitlines()
-        for above, line in zip(["", *lines], lines, strict=False):
-            assert not line or line.startswith("#") or above.startswith("#"), f"no comment above {line!r}"
     dense, moh = map(yaml.safe_load, texts)
     plan = {"num_shared_heads", "num_active_heads", "router_type", "router_score", "head_balance_coef"}
     assert {name for name in dense if dense[name] != moh[name]} == plan
@@ -94,11 +90,8 @@ def test_twins_differ_in_their_heads_only_and_every_key_is_explained(size: str) 
 
 def test_the_folder_loads(initialise, tokenizer_folder, tmp_path, capsys) -> None:
     folder = initialise("moh_llm_s", "moh")
-    text = capsys.readouterr().out
     total = 2 * 300 * 48 + 2 * (4 * 48 * 48 + 3 * 48 * 128 + 2 * 48 + 48 * 14) + 48
-    assert f"{total:,} parameters" in text and "28,800 of them in embeddings and 1,344 in routers" in text
-    assert "2 layers of 12 heads -> 9 active, 4 shared, router two_stage, scores weighted" in text
-
+    assert f"{total:,} parameters" in capsys.readouterr().out
     config = AutoConfig.from_pretrained(folder)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 0, None)
     tokenizer = TextTokenizer.from_tokenizer(AutoTokenizer.from_pretrained(folder))
@@ -124,30 +117,20 @@ def test_the_seed_makes_the_bytes(initialise) -> None:
 
 def test_a_padding_token_of_its_own_is_the_models(initialise, tokenizer_folder, tmp_path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    for name, pad in (("own", "!"), ("shared", tokenizer.eos_token)):
-        tokenizer.pad_token = pad
-        tokenizer.save_pretrained(tmp_path / f"tokenizer_{name}")
-        folder = initialise("llm_s", name, "--tokenizer", str(tmp_path / f"tokenizer_{name}"))
-        expected = tokenizer.pad_token_id if name == "own" else None
-        model = MoHLlamaForCausalLM.from_pretrained(folder)
-        assert model.config.pad_token_id == expected
-        # The end-of-text token is embedded and learned in either case.
-        assert model.model.embed_tokens.weight[0].any()
+    tokenizer.pad_token = "!"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    model = MoHLlamaForCausalLM.from_pretrained(initialise("llm_s", "own", "--tokenizer", str(tmp_path / "tokenizer")))
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    assert model.model.embed_tokens.weight[0].any()  # the end-of-text token is learned
 
 
-def test_the_dense_twin_is_a_llama(initialise, tmp_path, capsys) -> None:
+def test_the_dense_twin_is_a_llama(initialise) -> None:
     folder = initialise("llm_s", "twin")
-    assert "2 layers of 12 heads, all of them always on: a dense LLaMA" in capsys.readouterr().out
     twin = MoHLlamaForCausalLM.from_pretrained(folder)
     own = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2}
     llama = LlamaForCausalLM(LlamaConfig(**own, num_attention_heads=12, rms_norm_eps=1e-5))
     llama.load_state_dict(twin.state_dict())  # strict: no tensor more, none less
     assert torch.equal(logits(twin), logits(llama))
-
-    assert main(["convert", str(folder), "--to-dense", "--output", str(tmp_path / "dense")]) == 0
-    restored = LlamaForCausalLM.from_pretrained(tmp_path / "dense")
-    assert json.loads((tmp_path / "dense" / "config.json").read_text())["model_type"] == "llama"
-    assert torch.equal(logits(twin), logits(restored))
 
 
 @pytest.mark.slow
@@ -163,11 +146,7 @@ def test_both_twins_learn_from_scratch(initialise, configure, architecture: str)
     assert record.status == "finished" and record.parameters["trained"] == record.parameters["total"]
     assert log[-1]["cross_entropy"] < 0.8 * log[1]["cross_entropy"]
     assert log[-1]["validation"]["perplexity"] < 0.5 * log[0]["validation"]["perplexity"]
-    assert record.evaluation.perplexity == pytest.approx(log[-1]["validation"]["perplexity"], rel=1e-4)
-    for line in log[1:]:
-        assert "kl" not in line
-        assert line["loss"] == pytest.approx(line["cross_entropy"] + 0.01 * line.get("balance_loss", 0))
-        assert ("balance_loss" in line) == (architecture == "moh_llm_s")
+    assert all(("balance_loss" in line) == (architecture == "moh_llm_s") for line in log[1:])
 
     tuned = MoHLlamaForCausalLM.from_pretrained(Path(config.output_dir) / "model").state_dict()
     initial = MoHLlamaForCausalLM.from_pretrained(folder).state_dict()
@@ -183,32 +162,15 @@ def test_a_model_without_a_base_has_no_teacher(initialise, configure, tmp_path) 
         train(configure(model=str(folder), output_dir=str(tmp_path / "other")))
 
 
-def refusal(capsys, *arguments: object) -> str:
-    """What `moh-llm init` says in its one line of refusal."""
-    assert main(["init", *map(str, arguments)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
-    return error
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("num_shared_head: 3", "unknown key 'num_shared_head'; the nearest known key is 'num_shared_heads'"),
         ("eos_token_id: 3", "eos_token_id is taken from the tokenizer; remove it"),
         ("num_shared_heads: 10", "num_active_heads=9 must lie between num_shared_heads=10 and num_attention_heads=12"),
-        ("num_active_heads: [9]", "num_active_heads has 1 entries for num_hidden_layers=2"),
         ("hidden_size: wide", "'hidden_size' expected int, got str (value: 'wide')"),
-        ("num_hidden_layers: true", "'num_hidden_layers' expected int, got bool"),
-        ("num_hidden_layers: 0", "num_hidden_layers=0 must be above 0"),
-        ("rms_norm_eps: .nan", "rms_norm_eps=nan must be above 0"),
-        ("head_balance_coef: -1", "head_balance_coef=-1.0 must not be negative"),
         ("num_key_value_heads: 5", "num_attention_heads=12 must be a multiple of num_key_value_heads=5"),
-        ("hidden_size: 36\nhead_dim: null", "head_dim=3 must be even"),
         ("hidden_act: quick", "hidden_act='quick' is not known"),
-        ("router_type: three_stage", "router_type='three_stage' must be one of query_norm, linear, threshold"),
         ("vocab_size: 256", "vocab_size=256 is less than the 257 ids of tokenizer"),
-        ("hidden_size: [", "cannot be read as YAML: "),
     ],
 )
 def test_architectures_that_make_no_model(tokenizer_folder, tmp_path, capsys, text: str, message: str) -> None:
@@ -217,16 +179,8 @@ def test_architectures_that_make_no_model(tokenizer_folder, tmp_path, capsys, te
         content.pop(line.partition(":")[0], None)
     path = tmp_path / "bad.yaml"
     path.write_text(yaml.safe_dump(content) + text + "\n")
-    said = refusal(capsys, path, "--tokenizer", tokenizer_folder, "--output", tmp_path / "out")
-    assert message in said and "bad.yaml" in said
+    words = ["init", str(path), "--tokenizer", str(tokenizer_folder), "--output", str(tmp_path / "out")]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error and "bad.yaml" in error
     assert not (tmp_path / "out").exists()
-
-
-def test_other_refusals(tokenizer_folder, tmp_path, capsys) -> None:
-    def said(architecture: object = ARCHITECTURES / "llm_s.yaml", tokenizer: object = tokenizer_folder):
-        return refusal(capsys, architecture, "--tokenizer", tokenizer, "--output", tmp_path / "out")
-
-    assert "none.yaml does not exist; recipes/architectures has some" in said(tmp_path / "none.yaml")
-    (tmp_path / "few.yaml").write_text("hidden_size: 48\nvocab_size: 300\n")
-    assert "few.yaml lacks intermediate_size, num_hidden_layers, num_attention_heads" in said(tmp_path / "few.yaml")
-    assert "none has no tokenizer that loads" in said(tokenizer=tmp_path / "none")

@@ -45,24 +45,20 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["one_node.sh", "many_nodes.sh"])
-def test_paths_are_relative_to_the_callers_folder(
-    launcher: str, recipe: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_paths_are_relative_to_the_callers_folder(recipe: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     words = ["ddp", recipe.name, "--output_dir", "here", "--max_steps", "1"]
     ended = subprocess.run(
-        [RECIPES / "launch" / launcher, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [RECIPES / "launch" / "many_nodes.sh", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "here" / "model" / "config.json").is_file()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1)])
 def test_a_signal_to_the_launcher_ends_the_run_in_one_line(
-    processes: int, number: signal.Signals, recipe: Path, tmp_path: Path, environment: dict[str, str]
+    recipe: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    environment["GPUS"] = str(processes)
+    environment["GPUS"] = "2"
     words = ["ddp", recipe, "--max_steps", "100000", "--checkpoint.save_steps", "100000"]
     words += ["--evaluation.eval_steps", "0"]
     log = tmp_path / "run" / "log.jsonl"
@@ -72,19 +68,11 @@ def test_a_signal_to_the_launcher_ends_the_run_in_one_line(
     ) as launcher:
         while launcher.poll() is None and not (log.exists() and log.read_text().count("\n") >= 3):
             time.sleep(0.1)
-        launcher.send_signal(number)
+        launcher.send_signal(signal.SIGUSR1)
         said, errors = launcher.communicate()
     assert launcher.returncode == 0, errors
     assert "stopped by a signal after step" in said
     assert "Traceback" not in errors
-    assert errors.endswith(f"stopped by {number.name}, as asked; {AGAIN}\n") and errors.count(number.name) == 1
+    assert errors.endswith(f"stopped by SIGUSR1, as asked; {AGAIN}\n") and errors.count("SIGUSR1") == 1
     steps = len(log.read_text().splitlines())
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
-
-
-@pytest.mark.slow
-def test_a_failure_of_the_run_is_not_called_a_stop(recipe: Path, tmp_path: Path, environment: dict[str, str]) -> None:
-    words = ["ddp", recipe, "--max_steps", "1", "--data.batch_size", "3"]
-    command = [str(word) for word in [RECIPES / "launch" / "one_node.sh", *words]]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 1 and "must be a multiple" in ended.stderr and AGAIN not in ended.stderr

@@ -18,7 +18,6 @@ from transformers import LlamaForCausalLM
 from moh_llm.cli import main
 from moh_llm.data.shards import tokens_for
 from moh_llm.data.windows import validation_batches
-from moh_llm.hub.card import build_card
 from moh_llm.metrics import compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.training import networks
@@ -118,19 +117,11 @@ def card_of(run: Path) -> str:
     return (run / "model" / "README.md").read_text()
 
 
-METHODS = {  # how the card's lineage describes a run, and what became of the dense weights
-    "": ("", "changed"),
-    "--lora.rank 4": (", LoRA of rank 4", "changed"),
-    "--freeze_base true": ("", "kept"),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["", "--lora.rank 4", "--freeze_base true"])
 def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, method: str) -> None:
-    flags = ["--seed", "7", "--max_steps", "2", *method.split()]
     one, two = place / "run1", place / "run2"
-    said = tune(one / "model", two, *flags)
+    said = tune(one / "model", two, "--max_steps", "2", *method.split())
     assert f"teacher: the base, llama, from {place / 'llama'}" in said
     for run in (one, two):
         check_figures(tune, run, place / "llama")
@@ -145,46 +136,9 @@ def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, metho
     assert [entry["kind"] for entry in entries] == ["conversion", "run", "run"]
     assert entries[1]["began_with"] == entries[0]["made"] and entries[2]["began_with"] == entries[1]["made"]
     assert entries[0]["made"]["dense"] == entries[0]["dense_sha256"] != entries[1]["made"]["dense"]
+    assert (entries[1]["made"]["dense"] == entries[2]["made"]["dense"]) == ("freeze_base" in method)
     assert str(place) not in (two / "model" / "lineage.json").read_text() and entries_of(one) == entries[:2]
-
-    sections, card = check_card(card_of(two)), card_of(two)
-    how, dense = METHODS[method]
-    assert [line for line in sections["Lineage"].split("\n") if line.startswith("|")][2:] == [
-        "| conversion | from llama | - | - | | | kept | new |",
-        "| run 1 | distillation, teacher: the base | 512 | 4 | `tiny` | 0 | changed | changed |",
-        f"| run 2 | distillation, teacher: the base{how} | 256 | 2 | `tiny` | 7 | {dense} | changed |",
-    ]
-    assert "768 training tokens in all." in sections["Lineage"] and "not on record" not in sections["Lineage"]
-    ratio = found["perplexity"] / found["reference_perplexity"]
-    assert f"Tuned on 768 tokens in 2 runs, it has {ratio:.4f} times the perplexity of its base on held-out" in card
-    proof = sections["Conversion proof"]
-    assert (
-        "When the model was converted, the output of each layer with every head on equalled the base's bit for" in proof
-    )
-    assert f"with every head on, its KL to the base is now {found['all_heads']['kl']:#.3g} nats per token" in proof
-    assert "equals" not in proof
-    assert "Ratio of perplexities and KL (nats per token): to the base." in sections["Recovery"]
-    assert (
-        f"With every head on, the saved model has a KL of {found['all_heads']['kl']:#.3g} to the base."
-        in sections["Recovery"]
-    )
-
-
-@pytest.mark.slow
-def test_the_first_run_is_against_the_base_that_the_model_is(place: Path, tune: Any) -> None:
-    shutil.rmtree(place / "llama")  # it is not needed: the hash of the dense weights says what they are
-    said = tune(place / "moh", place / "again")
-    assert "teacher: the base, llama, which the model is with all heads on" in said
-    assert read_record(place / "again")["evaluation"] == read_record(place / "run1")["evaluation"]
-    # The converted model's own card claims equality of itself, in the present.
-    untuned = check_card(build_card(place / "moh", None))
-    assert "the output of each layer with every head on equalled the base's bit for bit" in untuned["Conversion proof"]
-    assert "Lineage" not in untuned
-    # Weights that are not as they were converted are not taken for the base's.
-    shards = [shard for shard in (place / "moh").glob("*.safetensors") if "model.norm.weight" in load_file(shard)]
-    weights = load_file(shards[0])
-    save_file(weights | {"model.norm.weight": weights["model.norm.weight"] * 2}, shards[0])
-    assert "teacher: the model it began with, all heads on" in tune(place / "moh", place / "other", "--max_steps", "1")
+    assert "768 training tokens in all." in check_card(card_of(two))["Lineage"]
 
 
 def test_weights_that_were_changed_between_runs_are_told(place: Path, tune: Any) -> None:
@@ -198,42 +152,20 @@ def test_weights_that_were_changed_between_runs_are_told(place: Path, tune: Any)
 
 
 @pytest.mark.slow
-def test_a_base_that_has_moved_is_named(place: Path, tune: Any) -> None:
-    one, few = place / "run1", ["--max_steps", "2"]
-    shutil.move(place / "llama", place / "elsewhere")
-    said = tune(one / "model", place / "run2", "--base", str(place / "elsewhere"), *few)
-    assert f"teacher: the base, llama, from {place / 'elsewhere'}" in said
-    check_figures(tune, place / "run2", place / "elsewhere")
-    # Laid out in other files it is the same checkpoint; so is the untuned conversion, whose dense part it is.
-    LlamaForCausalLM.from_pretrained(place / "elsewhere").save_pretrained(place / "shards", max_shard_size="30KB")
-    assert len([*(place / "shards").glob("*.safetensors")]) > 1
-    for again in ("shards", "moh"):
-        run = place / f"with_{again}"
-        assert f"from {place / again}" in tune(one / "model", run, "--base", str(place / again), *few)
-        assert read_record(run)["evaluation"] == read_record(place / "run2")["evaluation"]
-
-
-@pytest.mark.slow
 def test_without_its_base_a_run_is_against_what_it_began_with_and_says_so(place: Path, tune: Any) -> None:
     one, two = place / "run1", place / "run2"
     shutil.rmtree(place / "llama")
     said = tune(one / "model", two)
-    assert (
-        "teacher: the model it began with, all heads on, since the checkpoint it was converted from is not at" in said
-    )
-    assert not re.search(r"\bbase\b", said.lower())
+    assert "teacher: the model it began with, all heads on, since" in said
     record, log = read_record(two), (two / "log.jsonl").read_text()
     wanted = truth(tune, two, one_with_all_heads(one, place / "twin"))
     assert record["evaluation"]["reference"] == "start" and "base" not in log
     assert record["evaluation"]["kl"] == pytest.approx(wanted.kl, rel=1e-4)
     assert json.loads(log.split("\n")[0])["validation"]["floor"] == pytest.approx(0, abs=1e-6)
     sections = check_card(card_of(two))
-    assert "times the perplexity of the model it began with, all heads on, on held-out text" in card_of(two)
     assert "base" not in sections["Recovery"] + sections["Training"]
-    assert "its KL to the model it began with, all heads on, is now " in sections["Conversion proof"]
-    assert "| run 2 | distillation, teacher: the model it began with, all heads on | " in sections["Lineage"]
-    report(two, place / "report")
-    page = (place / "report" / "report.md").read_text() + (place / "report" / "report.html").read_text()
+    assert main(["report", str(two), "--output", str(place / "report")]) == 0
+    page = (place / "report" / "report.md").read_text()
     assert "model it began with, all heads on" in page and not re.search(r"the base\b|base's", page)
 
 
@@ -243,17 +175,10 @@ def one_with_all_heads(run: Path, folder: Path) -> Path:
     return folder
 
 
-def report(run: Path, output: Path) -> None:
-    assert main(["report", str(run), "--output", str(output)]) == 0
-
-
 def test_a_wrong_base_is_refused(place: Path, tune: Any, make_llama: Callable[..., Path]) -> None:
     other = make_llama(num_hidden_layers=3, initializer_range=0.1)
     told = tune(place / "moh", place / "run2", "--base", str(other), status=2)
-    assert len(told.splitlines()) == 1
-    assert (
-        "holds other weights than the checkpoint that model=" in told and "converted from, llama (fingerprint" in told
-    )
+    assert len(told.splitlines()) == 1 and "holds other weights than the checkpoint that model=" in told
     told = tune(place / "moh", place / "run2", "--base", str(place / "no"), status=2)
     assert f"folder {place / 'no'} does not exist" in told
     assert not (place / "run2").exists()
@@ -291,7 +216,7 @@ def test_a_resumed_run_keeps_what_it_is_compared_with(place: Path, tune: Any) ->
 
 def test_the_floor_is_what_precision_alone_leaves(place: Path, tune: Any) -> None:
     run = place / "bf16"
-    said = tune(place / "moh", run, "--mixed_precision", "bf16", "--max_steps", "1")
+    tune(place / "moh", run, "--mixed_precision", "bf16", "--max_steps", "1")
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     floor = log[0]["validation"]["floor"]
     config = load_config(tune.recipe, ["--model", str(place / "moh"), "--output_dir", str(run)])
@@ -305,23 +230,3 @@ def test_the_floor_is_what_precision_alone_leaves(place: Path, tune: Any) -> Non
     assert floor > 1e-6 and floor == pytest.approx(found["student"].kl, rel=0.05)
     assert log[0]["validation"]["kl"] > 10 * floor
     assert read_record(run)["evaluation"]["floor"] == floor and read_record(run)["evaluation"]["dtype"] == "bfloat16"
-    assert said.count(f", and {floor:.2g} with every head on before training") == 2  # step 0, and the saved model
-    recovery = check_card(card_of(run))["Recovery"]
-    assert f"KL was {floor:#.2g}, because the two models were computed in different precisions" in recovery
-    assert "The saved model and the base were scored in bfloat16" in recovery
-
-
-def test_a_tuned_model_that_is_converted_again_keeps_its_history(
-    place: Path, tune: Any, convert: Callable[..., int]
-) -> None:
-    dense = one_with_all_heads(place / "run1", place / "dense")
-    assert convert(dense, place / "again", "--num-active-heads", "3") == 0
-    tune(place / "again", place / "run2", "--max_steps", "1")
-    kinds = [entry["kind"] for entry in entries_of(place / "run2")]
-    assert kinds == ["conversion", "run", "conversion", "run"]
-    card = card_of(place / "run2")
-    assert (
-        "640 training tokens in all." in card
-        and "| conversion | from dense |" in card
-        and "not on record in" not in card
-    )

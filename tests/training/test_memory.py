@@ -5,13 +5,13 @@ import importlib.util
 import shutil
 from collections.abc import Iterator
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import forks
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from ways import WAYS
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.config import DataConfig, LoraConfig, ObjectiveConfig, TrainConfig
@@ -21,7 +21,6 @@ from moh_llm.training.reference import Reference
 from moh_llm.training.step import TrainingStep, make_optimizer
 
 pytestmark = pytest.mark.slow  # many passes are measured
-ROOT = Path(__file__).resolve().parents[2]
 CROSS_ENTROPY, LORA = ObjectiveConfig(kind="cross_entropy"), LoraConfig(rank=8)
 
 
@@ -118,9 +117,7 @@ def test_weights_gradients_and_moments_are_counted(keys):
 LOCAL = {"head_fallback": "local", "local_window": 32, "router_type": "threshold"}
 SHAPES = {
     "local": (LOCAL, {}),
-    "local until the end": (LOCAL | {"local_window": 16, "local_start": 512}, {}),
     "value": ({}, {}),
-    "many blocks": ({"query_key_norm": True, "num_key_value_heads": 8}, {"length": 32, "blocks": 8}),
     "paper": ({"router_type": "query_norm", "head_fallback": "none"}, {"length": 768, "blocks": 1}),
     "wide MLP": ({"intermediate_size": 1024, "num_key_value_heads": 4, "num_hidden_layers": 3}, {}),
     "uneven": ({"num_shared_heads": [0, 1, 2, 3, 4, 8], "num_active_heads": [1, 2, 3, 4, 5, 8]}, {}),
@@ -129,14 +126,14 @@ SHAPES = {
     "frozen": ({"num_hidden_layers": 12}, {"freeze_base": True}),
     "tied": ({"tie_word_embeddings": True, "num_hidden_layers": 3, "intermediate_size": 1024}, {}),
 }
-WAYS = [("no", "one"), ("bf16", "one"), ("bf16", "zero2")]
+PRECISIONS = [("no", "one"), ("bf16", "one"), ("bf16", "zero2")]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_autograd_keeps_is_estimated(shape):
     fields, keys = SHAPES[shape]
     model = make_model(**fields)
-    for precision, strategy in WAYS:
+    for precision, strategy in PRECISIONS:
         recipe = make_recipe(mixed_precision=precision, objective=CROSS_ENTROPY, **keys)
         kept, _ = activation_bytes(recipe, model, Sizes.count(recipe, model), strategy)
         assert kept == pytest.approx(saved_bytes(Pass(recipe, model, strategy)), rel=0.1), (precision, strategy)
@@ -157,15 +154,11 @@ def test_with_checkpointing_a_layer_keeps_its_input_and_with_offloading_nothing(
 @pytest.mark.parametrize(
     ("shape", "vocabulary", "objective", "way", "checkpointing"),
     [
-        ("local", 100, CROSS_ENTROPY, ("no", "one"), False),
         ("local", 100, ObjectiveConfig(layer_coefficient=1.0), ("no", "one"), True),
         ("value", 4000, CROSS_ENTROPY, ("bf16", "zero2"), False),
-        ("value", 4000, ObjectiveConfig(), ("bf16", "one"), False),
         ("wide MLP", 100, CROSS_ENTROPY, ("bf16", "one"), True),
         ("lora", 4000, ObjectiveConfig(), ("bf16", "zero2"), False),
         ("frozen", 4000, ObjectiveConfig(), ("bf16", "one"), False),
-        ("frozen", 100, ObjectiveConfig(), ("no", "one"), True),
-        ("tied", 1000, CROSS_ENTROPY, ("bf16", "zero2"), True),
         ("tied", 1000, CROSS_ENTROPY, ("no", "one"), False),
     ],
 )
@@ -180,11 +173,9 @@ def test_the_highest_point_of_a_pass_is_estimated(shape, vocabulary, objective, 
     assert estimate == pytest.approx(peak_bytes(Pass(recipe, model, strategy)), rel=0.2)
 
 
-@pytest.mark.parametrize("objective", [CROSS_ENTROPY, ObjectiveConfig()], ids=["cross-entropy", "distillation"])
-@pytest.mark.parametrize("length", [4, 512])
-def test_the_loss_is_estimated_where_it_is_most_of_the_memory(length, objective):
+def test_the_loss_is_estimated_where_it_is_most_of_the_memory():
     model = make_model(vocab_size=10_000, hidden_size=256, num_hidden_layers=1)
-    recipe = make_recipe(length, 1, objective=objective)
+    recipe = make_recipe(512, 1, objective=ObjectiveConfig())
     kept, backward = activation_bytes(recipe, model, Sizes.count(recipe, model), "one")
     loss = loss_bytes(recipe, model, "one")
     assert loss > 3 * max(kept, backward)
@@ -249,27 +240,16 @@ if accelerator.is_main_process:
     print("BYTES", held, memory.weights + memory.teacher + memory.moments)
 accelerator.end_training()
 """
-CPU = {"ACCELERATE_USE_CPU": "true"}
-ENVIRONMENTS = {
-    "ddp": CPU,
-    "fsdp2": CPU
-    | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-    | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"},
-}
-for stage in "12":
-    zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage, "DS_ACCELERATOR": "cpu"}
-    ENVIRONMENTS[f"zero{stage}"] = zero
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
-@pytest.mark.parametrize("way", ENVIRONMENTS)
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "zero1", "zero2"])
 def test_two_processes_hold_what_is_estimated(way, tmp_path):
     if way.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     if way.startswith("zero") and shutil.which("c++") is None and shutil.which("g++") is None:
         pytest.skip("DeepSpeed builds an extension, and there is no C++ compiler")
-    given = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = forks.run("-c", SCRIPT, way, folder=tmp_path, environment=ENVIRONMENTS[way] | given, processes=2)
+    done = forks.run("-c", SCRIPT, way, folder=tmp_path, environment=WAYS[way], processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("BYTES")]
     held, estimated = map(int, line.split()[1:])

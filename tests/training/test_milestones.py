@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 from trained import read_log, unfinish
 
-from moh_llm.errors import UserError
 from moh_llm.evaluation.runs import read_runs
 from moh_llm.hub.card import build_card
 from moh_llm.modeling import MoHLlamaForCausalLM
@@ -79,10 +78,3 @@ def test_a_milestone_that_was_missed_is_made_at_the_next_start(configure, tmp_pa
     again.clear()
     train(configure(max_steps=2), overwrite=True, on_milestone=again.append)
     assert not (run / "milestones").exists() and again == []
-
-
-def test_milestones_need_a_repository_and_steps_between_them(configure):
-    with pytest.raises(UserError, match=r"hub\.repo_id"):
-        configure(**{"hub.milestones": True})
-    with pytest.raises(UserError, match=r"hub\.milestones=true needs milestones: set checkpoint\.milestone_every"):
-        configure(**{"hub.repo_id": "org/moh", "hub.milestones": True})

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
@@ -17,7 +17,6 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.records.model import read_weight_map
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.loop import train
-from moh_llm.training.precision import check_positions
 from moh_llm.training.preflight import check_output, diagnose
 from moh_llm.training.preflight_inputs import (
     Finding,
@@ -76,12 +75,7 @@ def test_incomplete_weights_are_refused(make, model_copy):
         return check_model(config, read_model_config(config))
 
     assert check().state == "ok"
-    first, second, third, *_ = sorted(model_copy.glob("model-*.safetensors"))
-    content = third.read_bytes()
-    third.write_bytes(content[:-4])
-    with pytest.raises(UserError, match=f"{third.name} is damaged or truncated"):
-        check()
-    third.write_bytes(content)
+    first, second, *_ = sorted(model_copy.glob("model-*.safetensors"))
     second.rename(second.with_suffix(".away"))
     with pytest.raises(UserError, match=f"names {second.name}, which is not there"):
         check()
@@ -101,18 +95,14 @@ def test_incomplete_weights_are_refused(make, model_copy):
     ("fields", "message"),
     [
         ({"model_type": "llama"}, "has model_type=llama, not moh_llama; convert it first"),
-        ({"num_active_heads": 9}, "num_active_heads=9 must lie between"),
         ({"router_score": "weighted", "head_fallback": "none"}, "it is not its dense form, so there is no teacher"),
         ({"num_active_heads": 4}, "there is nothing for distillation to recover; set objective.kind to cross_entropy"),
-        (None, "holds no config.json"),
     ],
 )
 def test_models_that_cannot_be_trained_so_are_refused(make, model_copy, fields, message):
     path = model_copy / "config.json"
     content = json.loads(path.read_text())
-    path.unlink()
-    if fields is not None:
-        path.write_text(json.dumps(content | fields))
+    path.write_text(json.dumps(content | fields))
     with pytest.raises(UserError) as error:
         read_model_config(make(model=model_copy))
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -148,47 +138,10 @@ def test_text_that_was_tokenised_is_counted_exactly(make, tokens, mixture_file):
             assert finding == ("ok", "data", text)
 
 
-def test_text_that_was_not_is_tokenized_first(make, mixture_file):
-    other = mixture_file.with_name("other.yaml")  # of which nothing is in the cache
-    other.write_text(mixture_file.read_text() + "validation_share: 0.2\n")
-    _, data = check_data(make(**{"data.mixture": other}))
-    assert data[:2] == ("ok", "data") and "moh-llm mixture show" in data.text
-
-
 def test_too_little_text_is_a_fault(make, tokens):
-    def found(**keys: object) -> list[Finding]:
-        return list(check_data(make(**keys | {"data.mixture": tokens})))
-
-    assert "fewer than one sequence of 100000" in the_fault(found(**{"data.sequence_length": 100_000}))
-    long = found(max_steps=1, **{"data.sequence_length": 2000})
-    assert "no source holds out one sequence of 2000" in the_fault(long)
-    often = found(max_steps=2000)
+    often = list(check_data(make(max_steps=2000, **{"data.mixture": tokens})))
     assert "source two would be read" in the_fault(often) and "max_epochs=2" in the_fault(often)
     assert often[1].state == "warning" and "so many repetitions" in often[1].text
-
-
-def test_text_that_training_would_refuse_is_a_fault(make, mixture_file, tmp_path, monkeypatch):
-    def fault(mixture: Path) -> str:
-        return the_fault(check_data(make(**{"data.mixture": mixture})))
-
-    content = yaml.safe_load(mixture_file.read_text())
-    content["sources"]["two"]["files"] = "gone.jsonl"
-    missing = mixture_file.with_name("missing.yaml")
-    missing.write_text(yaml.safe_dump(content))
-    assert "source two: no file at" in fault(missing) and "gone.jsonl" in fault(missing)
-    assert "does not exist" in fault(tmp_path / "none.yaml")
-    assert "holds no mixture.json" in fault(tmp_path)
-    content["sources"]["two"] = {"weight": 0.3, "urls": ["https://example.org/a.jsonl"]}
-    missing.write_text(yaml.safe_dump(content))
-    assert "is read over the network" in fault(missing)
-    monkeypatch.setattr("moh_llm.data.shards.ON_THE_FLY_BYTES", 1000)
-    assert "tokenise it first" in fault(mixture_file)
-
-
-def test_shards_that_are_cut_short_are_a_fault(make, tokens):
-    shard = next(path for path in tokens.glob("two/train-*.ds") if path.stat().st_size)
-    shard.write_bytes(shard.read_bytes()[:-2])
-    assert f"token shard {shard} has" in the_fault(check_data(make(**{"data.mixture": tokens})))
 
 
 def test_no_tokenizer_is_a_fault(make, model_copy):
@@ -204,54 +157,35 @@ def test_the_output_is_judged_as_training_would(make, tmp_path):
     def found(**keys: object) -> Finding:
         return check_output(make(**{"max_steps": 1} | keys))
 
-    def refusal(**keys: object) -> str:
-        with pytest.raises(UserError) as error:
-            found(**keys)
-        return str(error.value)
-
     run = tmp_path / "run"
     assert found() == ("ok", "output", f"{run} is new")
     train(make(max_steps=1))
     assert found()[::2] == ("warning", f"{run} holds this run, finished; there would be nothing to do")
-    assert "another recipe; different: data.batch_size, seed" in refusal(seed=1, **{"data.batch_size": 8})
+    with pytest.raises(UserError, match=r"different: data\.batch_size, seed"):
+        found(seed=1, **{"data.batch_size": 8})
     record = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(record | {"status": "running"}))
     assert found()[::2] == ("ok", f"{run} holds this run; it would resume after step-000001")
     shutil.rmtree(run / "checkpoints")
     assert found().state == "ok" and "from its start" in found().text
-    (run / "run.json").write_text("[]")
-    assert "run.json has []" in refusal()
     (run / "run.json").unlink()
-    assert "is not empty and holds no run.json" in refusal()
-    shutil.rmtree(run)
-    run.write_text("")
-    assert refusal() == f"output_dir={run} is a file; name a folder"
+    with pytest.raises(UserError, match=r"is not empty and holds no run\.json"):
+        found()
 
 
-def test_tokens_without_a_row_are_found_before_the_first_step(make, model_copy, tmp_path):
-    from transformers import AutoTokenizer
-
+def test_tokens_without_a_row_are_warned_of(make, model_copy):
     tokenizer = AutoTokenizer.from_pretrained(model_copy)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
     tokenizer.save_pretrained(model_copy)
-    warned = [finding for finding in check_data(make(model=model_copy)) if finding.state == "warning"]
-    assert len(warned) == 1 and "<|user|>" in warned[0].text
-    (tmp_path / "a.jsonl").write_text('{"text": "a bright cold day <|user|>"}\n' * 200)
-    (tmp_path / "m.yaml").write_text("sources: {a: {weight: 1, files: a.jsonl}}")
-    config = make(model=model_copy, **{"data.mixture": tmp_path / "m.yaml"})
-    with pytest.raises(UserError, match=r"'<\|user\|>' \(id 257\)"):
-        train(config)
+    (warned,) = [finding for finding in check_data(make(model=model_copy)) if finding.state == "warning"]
+    assert "<|user|>" in warned.text
 
 
 @pytest.mark.parametrize(
     ("rope", "length", "factor"),
     [
-        (None, 64, None),
         (None, 65, "1.016"),
-        (None, 256, "4"),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256, None),
-        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 128, "4"),
-        ({"rope_type": "linear", "factor": 2.0}, 128, None),
         ({"rope_type": "dynamic", "factor": 2.0}, 129, "2.016"),
     ],
 )
@@ -262,17 +196,9 @@ def test_sequences_beyond_the_positions_are_warned_of(make, model_copy, rope, le
         content["rope_parameters"] = rope | {"rope_theta": 10000.0}
     path.write_text(json.dumps(content))
     config = make(model=model_copy, **{"data.sequence_length": length})
-    found = check_positions(config, read_model_config(config))
-    assert (found is None) == (factor is None)
-    assert found is None or f'"factor": {factor} ' in found
-
-
-def test_training_and_doctor_warn_of_positions(make, model_copy):
-    lines = []
-    config = make(model=model_copy, max_steps=1, **{"data.sequence_length": 80})
-    train(config, say=lines.append)
-    assert any(line.startswith("warning: data.sequence_length=80") for line in lines)
-    assert any(finding.check == "positions" for finding in diagnose(config).findings)
+    found = [finding.text for finding in diagnose(config).findings if finding.check == "positions"]
+    assert len(found) == (factor is not None)
+    assert not found or f'"factor": {factor} ' in found[0]
 
 
 # ---- rates
@@ -320,11 +246,13 @@ def test_large_inputs_are_warned_about_with_a_rate_that_is_not(loud, configure):
     assert "optimizer.learning_rate=0.001 changes" in check(None).text
 
 
-def test_training_says_it_and_goes_on(loud, configure):
+def test_training_warns_and_goes_on(loud, configure):
     said: list[str] = []
-    train(configure(model=str(loud), max_steps=1, **{"evaluation.eval_steps": 0}), say=said.append)
-    (warning,) = [line for line in said if line.startswith("warning: ") and "router_learning_rate" in line]
-    assert "set optimizer.router_learning_rate to" in warning and "\n" not in warning
+    config = configure(model=str(loud), max_steps=1, **{"evaluation.eval_steps": 0, "data.sequence_length": 80})
+    train(config, say=said.append)
+    warnings = [line for line in said if line.startswith("warning: ")]
+    assert any("set optimizer.router_learning_rate to" in line for line in warnings)
+    assert any("data.sequence_length=80" in line for line in warnings)
 
 
 def test_only_what_was_fitted_is_judged(paper_folder, loud, configure):

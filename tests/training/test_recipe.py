@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.training.changed_options import changed_options, without_removed
 from moh_llm.training.config import LoraConfig
@@ -25,13 +24,11 @@ def test_overrides_come_after_the_recipe(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        ("seed", "010", 10),
         ("seed", "0o10", 8),
         ("output_dir", "1:30", "1:30"),
-        ("mixed_precision", "no", "no"),
         ("report_to", "[no]", ("no",)),
-        *(("seed", text, None) for text in ("1:30", "1_000", "2024-01-01", "0b1")),
-        *(("gradient_checkpointing", text, None) for text in ("no", "on", "y")),
+        ("seed", "1_000", None),
+        ("gradient_checkpointing", "no", None),
     ],
 )
 def test_values_are_those_of_yaml_1_2(recipe: Path, name: str, text: str, value: object) -> None:
@@ -46,63 +43,29 @@ def test_values_are_those_of_yaml_1_2(recipe: Path, name: str, text: str, value:
             assert getattr(load_config(path, overrides), name) == value
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("schedule.final_learning_rate", "1:30.5"), ("optimizer.betas", "[0, 1:3]")]
-)
-def test_sexagesimal_numbers_are_refused(recipe: Path, name: str, text: str) -> None:
-    with pytest.raises(UserError, match=re.escape(name)):
-        load_config(recipe, [f"--{name}", text])
-
-
 def test_lora_is_switched_on_and_off(recipe: Path) -> None:
     assert load_config(recipe).lora is None
     assert load_config(recipe, ["--lora.rank", "4"]).lora == LoraConfig(rank=4)
     assert load_config(recipe, ["--lora", "{rank: 4}"]).lora == LoraConfig(rank=4)
     assert load_config(recipe, ["--lora", "{}"]).lora == LoraConfig()
-    assert load_config(recipe, ["--lora.rank", "4", "--lora", "{alpha: 2}"]).lora == LoraConfig(rank=4, alpha=2.0)
-    assert load_config(recipe, ["--lora.rank", "4", "--lora", "null"]).lora is None
     assert load_config(recipe, ["--lora.rank", "4", "--lora=null", "--lora.alpha=2"]).lora == LoraConfig(alpha=2.0)
-    named = load_config(recipe, ["--lora.target_modules", "[q_proj, v_proj]"]).lora
-    assert named is not None and named.target_modules == ("q_proj", "v_proj")
-
-
-def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text("model: m\noutput_dir: o\nmax_steps: 3\nmixed_precision: no\noptimizer: {learning_rate: 1e-4}\n")
-    config = load_config(path)
-    assert (config.optimizer.learning_rate, config.mixed_precision) == (1e-4, "no")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max_step", "3"], "unknown option 'max_step'; the nearest one is 'max_steps'"),
         (["--learning_rate", "3"], "unknown option 'learning_rate'; the nearest one is 'optimizer.learning_rate'"),
-        (["--max_steps", "many"], "command line: max_steps=many must be a valid integer"),
         (["--max_steps", "0"], "max_steps=0 must be greater than 0"),
-        (["--gradient_checkpointing", "1"], "gradient_checkpointing=1 must be a valid boolean"),
-        (["--optimizer.betas", "[0.9]"], "optimizer.betas=[0.9] must be a list of 2 numbers"),
-        (["--optimizer.learning_rate", "nan"], "command line: optimizer.learning_rate=nan must be a valid number"),
         (["--optimizer.learning_rate", ".nan"], "optimizer.learning_rate=nan must be a finite number"),
-        (["--optimizer.max_grad_norm", "x"], "optimizer.max_grad_norm=x must be a valid number"),
-        (["--mixed_precision", "fp16"], "mixed_precision=fp16 must be 'auto', 'no' or 'bf16'"),
-        (["--seed", "null"], "command line: seed=None must be a valid integer"),
         (["--seed", "a\nb"], "seed=a b must be a valid integer"),
         (["--data", "3"], "data=3 must be a group of options"),
-        (["--data", str(RECIPES[0])], f"data={RECIPES[0]} must be a group of options"),
-        (["--lora", "{rank"], "lora={rank must be a group of options"),
-        (["--lora.rank", "0"], "lora.rank=0 must be greater than 0"),
         (["--lora.class_path", "os.path"], "unknown option 'lora.class_path'"),
         (["--config", str(RECIPES[0])], "unknown option 'config'"),
-        (["--lora.rank", "null"], "lora.rank=None must be a valid integer"),
-        (["--seed"], "--seed: expected one argument"),
-        (["seed", "3"], "'seed' follows no --option"),
         (["--data.batch_size", "3"], "data.batch_size=3 must be a multiple of data.micro_batch_size=2"),
         (["--schedule.warmup_steps", "7"], "schedule.warmup_steps=7 must not exceed max_steps=6"),
         (["--optimizer.learning_rate", "1e-5"], "must not exceed optimizer.learning_rate=1e-05"),
+        (["--hub.milestones", "true"], "hub.repo_id"),
         (["--lora.target_modules", "[]"], "lora.target_modules is empty"),
-        (["--repo_id", "a/b"], "unknown option 'repo_id'; the nearest one is 'hub.repo_id'"),
-        (["--gate_gradient", "all"], "gate_gradient=all must be 'exact', 'sampled' or 'none'"),
     ],
 )
 def test_bad_overrides_name_key_value_and_rule(recipe: Path, arguments: list[str], message: str) -> None:
@@ -119,10 +82,6 @@ def test_changed_options_are_those_that_change_the_curve() -> None:
     assert changed_options(old, new, finished=True) == ["data.batch_size", "evaluation.eval_steps", "lora"]
     assert changed_options(old, old | {"freeze_base": False}) == []  # a run of a version without that key
     assert changed_options(old, old | {"freeze_base": True}) == ["freeze_base"]
-    assert changed_options(old, old | {"gate_gradient": "exact"}) == []  # as it was before there was that key
-    assert changed_options(old, old | {"gate_gradient": "sampled"}) == ["gate_gradient"]
-    given = {"gate_gradient": "sampled"}
-    assert changed_options(old | given, old | {"gate_gradient": "exact"}) == ["gate_gradient"]
 
 
 def test_a_record_with_removed_options_is_todays_unless_they_changed_the_curve() -> None:
@@ -139,14 +98,3 @@ def test_a_record_with_removed_options_is_todays_unless_they_changed_the_curve()
     for epsilon, changed in ((1e-8, []), (1e-6, ["optimizer.epsilon"])):
         earlier = new | {"optimizer": {"learning_rate": 1e-3, "epsilon": epsilon}}
         assert changed_options(earlier, new | {"optimizer": {"learning_rate": 1e-3}}) == changed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_makes_its_first_step_at_toy_size(path: Path, model_folder, mixture_file, tmp_path) -> None:
-    small = {"model": model_folder, "output_dir": tmp_path / "run", "max_steps": 1, "mixed_precision": "no"}
-    small |= {"data.mixture": mixture_file, "data.sequence_length": 32}
-    small |= {"data.batch_size": 4, "data.micro_batch_size": 2}
-    small |= {"schedule.warmup_steps": 0, "evaluation.max_tokens": 128}
-    assert main(["train", str(path), *(f"--{name}={value}" for name, value in small.items())]) == 0
-    assert (tmp_path / "run" / "model" / "config.json").is_file()

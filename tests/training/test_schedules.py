@@ -33,15 +33,6 @@ def test_warmup_begins_at_1e_5_or_at_a_lower_highest_rate(configure) -> None:
     assert [learning_rates(configure(**low), step)[0] for step in (0, 1)] == [1e-6, 1e-6]
 
 
-def test_the_routers_rate_follows_the_same_curve(configure) -> None:
-    config = configure(max_steps=10)
-    for step in range(10):
-        rate, router_rate = learning_rates(config, step)
-        assert router_rate == pytest.approx(10 * rate)
-    same = learning_rates(configure(**{"optimizer.router_learning_rate": None}), 3)
-    assert same[0] == pytest.approx(same[1])
-
-
 def test_heads_fall_evenly_to_their_budgets() -> None:
     found = [annealed_heads([4, 6, 8], 8, step, 4) for step in range(6)]
     assert found == [[8, 8, 8], [7, 8, 8], [6, 7, 8], [5, 7, 8], [4, 6, 8], [4, 6, 8]]

@@ -3,18 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import forks
 import pytest
 import torch
-from trained import read_checkpoint, read_log, unfinish
-from ways import ROOT, WAYS
+from trained import read_checkpoint, unfinish
 
 from moh_llm.analysis.heads import heads_on
 from moh_llm.errors import UserError
 from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.loop import train
-from moh_llm.training.shared_heads import LOGITS, fix_shared_heads, learn_shared_heads, soft_top_k
+from moh_llm.training.shared_heads import fix_shared_heads, learn_shared_heads, soft_top_k
 
 USELESS = [[0, 1], [1]]  # heads of each layer whose output is not read; training begins with the first two shared
 PLAN = ["--num-shared-heads", "0", "--num-active-heads", "3", "budgets=even", "--heldout-tokens", "0"]
@@ -53,9 +51,9 @@ def configure_planted(configure, planted_folder: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_useless_heads_are_not_shared(configure_planted, read_tensors, method: str) -> None:
-    config = configure_planted(**{"lora.rank": 4} if method == "lora" else {})
+@pytest.mark.parametrize("method", [{}, {"lora.rank": 4}], ids=["full", "lora"])
+def test_useless_heads_are_not_shared(configure_planted, read_tensors, method: dict) -> None:
+    config = configure_planted(**method)
     train(config)
     saved = Path(config.output_dir) / "model"
     found = MoHLlamaConfig.from_pretrained(saved)
@@ -67,8 +65,8 @@ def test_useless_heads_are_not_shared(configure_planted, read_tensors, method: s
     assert tensors["model.layers.0.self_attn.router.routed.weight"].shape == (2, 32)
 
 
-def test_after_its_steps_nothing_is_learned(configure_planted) -> None:
-    config = configure_planted()
+def test_after_its_steps_nothing_is_learned_also_when_it_is_resumed(configure_planted, read_tensors) -> None:
+    config = configure_planted(**{"checkpoint.save_steps": 12, "checkpoint.save_total_limit": 9})
     train(config)
     checkpoints = Path(config.output_dir) / "checkpoints"
     before, after = (read_checkpoint(checkpoints / f"step-0000{step}") for step in (24, 26))
@@ -78,47 +76,12 @@ def test_after_its_steps_nothing_is_learned(configure_planted) -> None:
         assert torch.equal(before[name], after[name]) and before[name].abs().max() > 0.1
         router = name.replace("shared_logits", "routed.weight")
         assert not torch.equal(before[router], after[router])
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_bit_for_bit(configure_planted, read_tensors) -> None:
-    config = configure_planted(**{"checkpoint.save_steps": 5, "checkpoint.save_total_limit": 9})
-    train(config)
     folder = Path(config.output_dir)
-    log, tensors = read_log(folder), read_tensors(folder / "model")
-    plan = MoHLlamaConfig.from_pretrained(folder / "model").shared_heads
-    unfinish(folder, 10)
+    tensors = read_tensors(folder / "model")
+    unfinish(folder, 12)
     train(config)
-    assert read_log(folder) == log
-    assert MoHLlamaConfig.from_pretrained(folder / "model").shared_heads == plan
     again = read_tensors(folder / "model")
     assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensors[name]) for name in tensors)
-
-
-@pytest.mark.slow
-def test_two_processes_learn_what_one_does(configure_planted, recipe: Path, tmp_path: Path) -> None:
-    few = {"max_steps": 6, "shared_heads.steps": 5, "checkpoint.save_steps": 6}
-    alone = configure_planted(**few)
-    train(alone)
-    given = few | {"shared_heads.number": 2, "model": alone.model, "base": alone.base, "evaluation.eval_steps": 0}
-    given |= {"optimizer.router_learning_rate": 1e-3, "output_dir": tmp_path / "two"}
-    words = [f"--{name}={value}" for name, value in given.items()]
-    done = forks.run("train.py", str(recipe), *words, folder=ROOT, environment=WAYS["ddp"], processes=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    one, two = (read_log(folder) for folder in (Path(alone.output_dir), tmp_path / "two"))
-    for line, other in zip(one, two, strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], abs=1e-5)
-    logits = [
-        {
-            name: tensor
-            for name, tensor in read_checkpoint(folder / "checkpoints" / "step-000006").items()
-            if LOGITS in name
-        }
-        for folder in (Path(alone.output_dir), tmp_path / "two")
-    ]
-    assert len(logits[0]) == len(logits[1]) == 6  # two layers; the logits and AdamW's moments
-    for name, tensor in logits[0].items():
-        torch.testing.assert_close(logits[1][name], tensor, atol=1e-4, rtol=0)
 
 
 PLANS = {
@@ -187,10 +150,8 @@ def test_soft_top_k_sums_to_k_and_sharpens() -> None:
 
 REFUSED = {
     "shared": ({"num_shared_heads": 1}, 1, "the model has shared heads already"),
-    "none": ({"router_type": "none", "num_shared_heads": 4}, 1, "the model's router is 'none'"),
     "threshold": ({"router_type": "threshold"}, 1, "the model's router is 'threshold'"),
     "few": ({"num_active_heads": [4, 2]}, 3, "layer 1 has 2 active heads of 8, of which 2 can be shared"),
-    "all": ({"num_active_heads": 8}, 8, "layer 0 has 8 active heads of 8, of which 7 can be shared"),
     "groups": ({"routing_granularity": "kv_group"}, 3, "must be whole key-value groups of 2 heads"),
 }
 

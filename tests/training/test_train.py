@@ -9,24 +9,21 @@ import forks
 import pytest
 import torch
 from safetensors.torch import load_file
-from trained import read_checkpoint, read_log, read_record, unfinish
+from trained import read_log, read_record, unfinish
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.modeling import MoHLlamaForCausalLM
-from moh_llm.training import checkpoints
 from moh_llm.training.loop import train
 from moh_llm.training.saving import export_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("conversion", ["model_folder", pytest.param("paper_folder", marks=pytest.mark.slow)])
-def test_distillation_brings_the_model_nearer_to_its_base(configure, request, conversion: str) -> None:
-    model = str(request.getfixturevalue(conversion))
+def test_distillation_brings_the_model_nearer_to_its_base(configure) -> None:
     keys = {"optimizer.learning_rate": 3e-3, "evaluation.eval_steps": 140, "checkpoint.save_steps": 140}
-    config = configure(model=model, max_steps=140, **keys)
+    config = configure(max_steps=140, **keys)
     record = train(config)
     first, *log = read_log(Path(config.output_dir))
     assert len(log) == 140
@@ -35,25 +32,6 @@ def test_distillation_brings_the_model_nearer_to_its_base(configure, request, co
     assert record.status == "finished" and record.tokens == 140 * 4 * 32
     assert record.evaluation.kl < 0.6 * first["validation"]["kl"]  # held-out text
     assert record.evaluation.reference_perplexity > 1
-
-
-def test_mixed_precision_keeps_float32_weights(configure, tmp_path) -> None:
-    for precision in ("no", "bf16"):  # in one process
-        train(configure(max_steps=2, output_dir=str(tmp_path / precision), mixed_precision=precision))
-    weights = load_file(tmp_path / "bf16" / "checkpoints" / "step-000002" / "model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-    assert any(tensor.bfloat16().float().ne(tensor).any() for tensor in weights.values())
-
-
-def test_the_log_has_one_line_per_step(finished_run) -> None:
-    log = read_log(finished_run)
-    assert [line["step"] for line in log] == list(range(7))
-    assert [line["step"] for line in log if "validation" in line] == [0, 3, 6]
-    assert [line["tokens"] for line in log[1:]] == [step * 128 for step in range(1, 7)]
-    assert {line["heads_asked"] for line in log[1:]} == {2.0}
-    for line in log[1:]:
-        assert line["loss"] == pytest.approx(line["kl"] + 0.01 * line["balance_loss"])
-        assert line["gradient_norm"] > 0
 
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -90,15 +68,6 @@ def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
         assert all(torch.equal(tensor, other[key]) for key, tensor in mine.items())
 
 
-def test_a_checkpoint_sees_nothing_of_the_next_step(configure, finished_run, tmp_path, monkeypatch) -> None:
-    copy = checkpoints.copy_to_cpu
-    monkeypatch.setattr(checkpoints, "copy_to_cpu", lambda *parts, **how: time.sleep(0.3) or copy(*parts, **how))
-    train(configure())
-    for name in ("step-000004", "step-000006"):
-        mine, others = (read_checkpoint(run / "checkpoints" / name) for run in (tmp_path / "run", finished_run))
-        assert mine.keys() == others.keys() and all(torch.equal(tensor, others[key]) for key, tensor in mine.items())
-
-
 def test_a_corrupt_checkpoint_is_passed_over(configure, finished_run, run) -> None:
     unfinish(run, 6)
     (run / "checkpoints" / "step-000006" / "optimizer.safetensors").write_bytes(b"")
@@ -113,64 +82,35 @@ def test_a_corrupt_checkpoint_is_passed_over(configure, finished_run, run) -> No
     assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
 
 
-def test_a_finished_run_is_left_alone(configure, run) -> None:
-    said: list[str] = []
-    record = train(configure(), say=said.append).content()
-    assert {**record, "config": None} == {**read_record(run), "config": None}  # whose output_dir is another
-    assert "nothing to do" in said[-1]
-
-
 def test_the_record_of_an_earlier_version_is_read(configure, finished_run, run, tmp_path: Path, capsys) -> None:
-    """Its recipe has keys that are gone."""
-    config = read_record(run)["config"] | {"gradient_checkpointing_every": 2, "save_dtype": "bfloat16"}
+    """Its recipe has options that are gone."""
+    config = read_record(run)["config"] | {"save_dtype": "bfloat16"}
     config["data"]["dataloader_num_workers"] = 2
-    config["divergence"] |= {"spike_factor": None, "window": 50, "most_in_a_row": 5}
-    config["optimizer"]["epsilon"], config["evaluation"]["batch_size"] = 1e-8, 1
     write_json(run / "run.json", read_record(run) | {"config": config})
     export_checkpoint(run / "checkpoints" / "step-000006", tmp_path / "exported")
     assert "save_dtype=bfloat16 was removed: " in capsys.readouterr().err
-    said: list[str] = []
-    train(configure(), say=said.append)
-    assert "nothing to do" in said[-1]
     unfinish(run, 4)
     write_json(run / "run.json", read_record(run) | {"config": config})
+    said: list[str] = []
     train(configure(), say=said.append)
     assert any("resumed from" in line for line in said) and read_log(run) == read_log(finished_run)
-    shutil.rmtree(run / "checkpoints" / "step-000006")
-    write_json(run / "run.json", read_record(run) | {"config": config, "status": "running"})
-    with pytest.raises(UserError, match=r"different: schedule\.warmup_steps\. Put them back"):
-        train(configure(**{"schedule.warmup_steps": 5}))
-    config["optimizer"]["epsilon"] = 1e-6
-    write_json(run / "run.json", read_record(run) | {"config": config, "status": "running"})
-    with pytest.raises(UserError, match=r"optimizer\.epsilon\. Resume with the version that began it"):
-        train(configure())
     weights = load_file(finished_run / "model" / "model.safetensors")
     for folder in (tmp_path / "exported", run / "model"):
         again = load_file(folder / "model.safetensors")
         assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
 
 
-def test_a_finished_run_is_refused_what_it_did_not_do(configure, run, mixture_file: Path, make_llama, tmp_path: Path):
+def test_a_run_is_refused_what_it_did_not_begin_with(configure, run, mixture_file: Path, model_folder, tmp_path: Path):
     text = Path(shutil.copytree(mixture_file.parent, tmp_path / "text"))  # to be changed
     elsewhere = {"data.mixture": str(text / "mixture.yaml")}
     assert train(configure(**elsewhere)).status == "finished"  # the same text at another place
     with pytest.raises(UserError, match=r"different: evaluation\.eval_steps, gradient_checkpointing\."):
         train(configure(gradient_checkpointing=True, **{"evaluation.eval_steps": 2}))
-    with pytest.raises(UserError, match="holds other weights than the checkpoint that model="):
-        train(configure(base=str(make_llama(max_position_embeddings=128))))
     with next(text.glob("one*")).open("a") as file:
         file.write('{"text": "One more document."}\n')
     with pytest.raises(UserError, match=r"is not what the run in .* began with"):
         train(configure(**elsewhere))
-
-
-@pytest.mark.slow
-def test_another_recipe_does_not_resume(configure, model_folder: Path, tmp_path: Path) -> None:
-    train(configure())
-    unfinish(tmp_path / "run", 4)
-    with pytest.raises(UserError, match=r"different: max_steps, optimizer.learning_rate\."):
-        train(configure(max_steps=8, **{"optimizer.learning_rate": 2e-3}))
-
+    unfinish(run, 4)
     other = tmp_path / "other"
     shutil.copytree(model_folder, other, ignore=shutil.ignore_patterns("model*safetensors*"))
     model = MoHLlamaForCausalLM.from_pretrained(model_folder)
@@ -178,21 +118,12 @@ def test_another_recipe_does_not_resume(configure, model_folder: Path, tmp_path:
     model.save_pretrained(other)
     with pytest.raises(UserError, match=r"different: model \(other config, tokenizer or weights\)"):
         train(configure(model=str(other)))
-
-    # Where things go and how often they are looked at may change; --overwrite starts anew.
-    said: list[str] = []
-    train(configure(**{"checkpoint.save_steps": 1, "evaluation.eval_steps": 0}), say=said.append)
-    assert any("step-000004" in line for line in said)
-    train(configure(max_steps=2, **{"schedule.warmup_steps": 1}), overwrite=True)
-    assert [line["step"] for line in read_log(tmp_path / "run")] == [0, 1, 2]
+    with pytest.raises(UserError, match=r"different: schedule\.warmup_steps\."):
+        train(configure(**{"schedule.warmup_steps": 5}))
 
 
 def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Path, tmp_path: Path, capsys) -> None:
-    dense, bare, cut, taken = (tmp_path / name for name in ("dense", "bare", "cut", "taken"))
-    dense.mkdir()
-    (dense / "config.json").write_text('{"model_type": "llama"}')
-    bare.mkdir()
-    shutil.copy(model_folder / "config.json", bare)
+    cut, taken = (tmp_path / name for name in ("cut", "taken"))
     shutil.copytree(model_folder, cut)
     weights = min(cut.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -200,13 +131,10 @@ def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Pat
     (taken / "mine.txt").write_text("keep")
     cases = [
         (["--model", "nowhere"], "model=nowhere is not a folder"),
-        (["--model", str(dense)], "model_type=llama, not moh_llama"),
-        (["--model", str(bare)], "has no weights: neither model.safetensors"),
         (["--model", str(cut)], "is damaged or truncated"),
         (["--output_dir", str(taken)], "is not empty and holds no run.json"),
         (["--output_dir", str(recipe)], "is a file"),
         (["--data.mixture", "nowhere.yaml"], "nowhere.yaml does not exist"),
-        (["--data.sequence_length", "20000"], "training tokens, fewer than one sequence"),
         (["--lora.target_modules", "[query]"], "no 'query'"),
     ]
     for arguments, message in cases:
@@ -220,8 +148,7 @@ def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Pat
 
 def test_overwriting_a_run_keeps_the_model_that_is_read(run, recipe, capsys):
     model = run / "model"
-    command = ["train", str(recipe), "--model", str(model), "--max_steps", "1", "--overwrite"]
-    assert main(command) == 2
+    assert main(["train", str(recipe), "--model", str(model), "--max_steps", "1", "--overwrite"]) == 2
     assert f"would replace {model}, which is an input" in capsys.readouterr().err
     assert (model / "model.safetensors").exists()
 

@@ -7,7 +7,6 @@ import pytest
 from trained import read_log
 
 from moh_llm.cli import main
-from moh_llm.errors import UserError
 from moh_llm.training.loop import train
 
 
@@ -38,12 +37,3 @@ def test_the_receipt_is_logged_and_kept(configure, tmp_path):
     for step in (8, 10):
         checkpoint = json.loads((tmp_path / "run" / "checkpoints" / f"step-{step:06d}" / "checkpoint.json").read_text())
         assert {n: e["tokens"] for n, e in checkpoint["data"].items()} == log[step - 1]["tokens_of_source"]
-
-
-def test_too_many_epochs_are_refused_before_the_first_step(configure, mixture_file, tmp_path):
-    text = mixture_file.read_text().replace("weight: 0.3", "max_epochs: 0.5\n    weight: 0.3")
-    other = mixture_file.with_name("bounded.yaml")
-    other.write_text(text)
-    with pytest.raises(UserError, match=r"source two would be read \d+\.\d\d times .* more than its max_epochs=0\.5"):
-        train(configure(max_steps=2000, **{"data.mixture": str(other)}))
-    assert not (tmp_path / "run").exists()
