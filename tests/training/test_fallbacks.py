@@ -38,9 +38,10 @@ def local_folders(made_once, base_folder: Path, convert) -> dict[str, Path]:
     """Conversions with local fallbacks, routed by a linear map and by a threshold."""
     flags = ["--fallback", "local", "--local-window", "6", "local_sinks=2", "--context", "64"]
     flags += ["--num-active-heads", "2", "--heldout-tokens", "0", "--num-shared-heads", "1"]
+    linear, threshold = ([*flags, "--router", router] for router in ("linear", "threshold"))
     return {
-        router: made_once(f"local-{router}", lambda folder: convert(base_folder, folder, *flags, "--router", router))
-        for router in ("linear", "threshold")
+        "linear": made_once("local", lambda folder: convert(base_folder, folder, *linear)),
+        "threshold": made_once("local-threshold", lambda folder: convert(base_folder, folder, *threshold)),
     }
 
 
