@@ -1,6 +1,5 @@
 """A finished run has a whole model: killed in its last stage, or damaged afterwards, it is finished anew."""
 
-import json
 import shutil
 import signal
 from collections.abc import Callable
@@ -13,9 +12,7 @@ from trained import read_record, unfinish
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.training.loop import train
-from moh_llm.training.precision import decide_precision
 from moh_llm.training.recipe import load_config
-from moh_llm.training.runs import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["--max_steps=2", "--checkpoint.save_steps=1", "--evaluation.eval_steps=0", "--report_to=[]"]
@@ -126,26 +123,3 @@ def test_killed_in_its_last_stage_the_same_command_ends_in_a_whole_model(finishe
     assert read_record(run)["status"] == "finished"
     assert read_record(run)["evaluation"] == read_record(finished)["evaluation"]
     assert not [path for folder in (run, run.parent) for path in folder.glob(".*")]
-
-
-# ---- records with missing or wrong fields
-
-
-def test_a_record_with_a_missing_field_is_named(run, recipe, capsys) -> None:
-    record = read_record(run)
-    del record["status"]
-    (run / "run.json").write_text(json.dumps(record))
-    assert main(["train", str(recipe), *SHORT]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ") and "run.json lacks status" in error
-
-
-def test_a_line_of_the_log_that_is_no_json_is_named_unless_a_kill_cut_it_short(run, recipe) -> None:
-    config = decide_precision(load_config(recipe, SHORT))
-    whole = (run / "log.jsonl").read_text()
-    (run / "log.jsonl").write_text(whole + '{"step": 2, "lo')
-    assert [line.step for line in Run(config).trim_log(2)] == [1, 2]
-    assert (run / "log.jsonl").read_text().count("\n") == 2
-    (run / "log.jsonl").write_text("{\n" + whole)
-    with pytest.raises(UserError, match=r"log.jsonl line 1 cannot be read as JSON: .*pass --overwrite"):
-        Run(config).trim_log(2)

@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 
 from moh_llm.cli import main
 from moh_llm.data.tokenizer import TextTokenizer
-from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.records.tensors import is_routing_weight
 from moh_llm.training.from_scratch import architecture_keys, read_architecture
@@ -152,14 +151,6 @@ def test_both_twins_learn_from_scratch(initialise, configure, architecture: str)
     initial = MoHLlamaForCausalLM.from_pretrained(folder).state_dict()
     assert tuned.keys() == initial.keys()
     assert not [name for name, tensor in tuned.items() if torch.equal(tensor, initial[name])]  # all of it learned
-
-
-def test_a_model_without_a_base_has_no_teacher(initialise, configure, tmp_path) -> None:
-    with pytest.raises(UserError, match="has every head on: there is nothing for distillation to recover"):
-        train(configure(model=str(initialise("llm_s", "twin"))))
-    folder = initialise("moh_llm_s", "moh")
-    with pytest.raises(UserError, match="has router_score=weighted"):
-        train(configure(model=str(folder), output_dir=str(tmp_path / "other")))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Lines of the log, the progress line, and curves in TensorBoard."""
 
-import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,19 +50,6 @@ def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
         assert part in said, part
     assert "step 4 was dropped: the loss is not finite" in said
     assert "perplexity 2.000" in said and "37.5 % of tokens with other heads" in said
-
-
-def test_a_narrow_terminal_shows_step_and_time_left(configure, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("COLUMNS", "80")
-    with ProgressLine(1239, 100_000) as progress:
-        line = a_line(configure)
-        line.step = 1240
-        progress.step(line)
-    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out).replace("\r", "\n")
-    shown = [text for text in said.splitlines() if "1240/100000" in text][-1]
-    assert re.search(r"step +1240/100000 .* (-:--:--|\d+:\d\d:\d\d) \d+ tokens/s  loss 1\.0800", shown), shown
-    assert "kl 0.5000" in shown and len(shown) <= 80
 
 
 def test_the_peak_rate_is_the_devices_over_a_tokens_flops(configure, monkeypatch: pytest.MonkeyPatch) -> None:

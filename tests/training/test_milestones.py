@@ -75,6 +75,3 @@ def test_a_milestone_that_was_missed_is_made_at_the_next_start(configure, tmp_pa
     again: list[Path] = []
     train(config, on_milestone=again.append)
     assert again == saved
-    again.clear()
-    train(configure(max_steps=2), overwrite=True, on_milestone=again.append)
-    assert not (run / "milestones").exists() and again == []

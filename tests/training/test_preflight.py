@@ -6,13 +6,11 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-import torch
 
-from moh_llm.attention import Choice
 from moh_llm.cli import main
 from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.training import precision, preflight
+from moh_llm.training import preflight
 from moh_llm.training.memory import Sizes, estimate_memory
 from moh_llm.training.preflight import Device, diagnose
 from moh_llm.training.recipe import load_config
@@ -146,23 +144,6 @@ def test_memory_that_is_too_small_is_a_fault(configure, monkeypatch):
         device = Device("toy", round(total / share), None)
         monkeypatch.setattr("moh_llm.training.preflight.find_device", lambda gpu, processes, device=device: device)
         assert [found for found, _ in of_check(diagnose(configure()), "memory")] == [state]
-
-
-def test_a_device_that_is_slow_at_bfloat16_is_named(configure, monkeypatch):
-    properties = namedtuple("p", "total_memory")(16 * 2**30)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_device_module", lambda: torch.cuda)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
-    monkeypatch.setattr(preflight, "choose_for", lambda *given: Choice("flex", ""))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(precision, "computes_bfloat16_fast", lambda device: device.type != "cuda")
-    found = of_check(diagnose(configure(mixed_precision="bf16")), "devices")
-    name = "Tesla V100-SXM2-16GB"
-    slow = f"{name} computes bfloat16 slower than float32; a new run with mixed_precision=no is faster"
-    assert found == [("warning", f"1 x {name}, 16.0 GiB each: {slow}")]
-    assert of_check(diagnose(configure(), "ddp", 2), "devices") == [("ok", "2 x Tesla V100-SXM2-16GB, 16.0 GiB each")]
 
 
 # ---- the command

@@ -67,9 +67,7 @@ def test_the_loss_falls_and_adapters_are_merged_into_the_whole_weights(
 ) -> None:
     rates = {"optimizer.learning_rate": 2e-3, "checkpoint.save_steps": 12}
     config = configure_wide(max_steps=24, **{"evaluation.eval_steps": 12, **rates})
-    said: list[str] = []
-    record = train(config, say=said.append)
-    assert any("quantized to nf4 in training" in line for line in said)
+    record = train(config)
     log = [line for line in read_log(Path(config.output_dir)) if "loss" in line]
     assert sum(line["loss"] for line in log[-4:]) < 0.95 * sum(line["loss"] for line in log[:4])
     before, after = read_tensors(wide_folder), read_tensors(Path(config.output_dir) / "model")
@@ -85,11 +83,7 @@ def test_the_loss_falls_and_adapters_are_merged_into_the_whole_weights(
             assert torch.equal(weight, trained), name
         else:
             assert torch.equal(weight, before[name]), name
-    assert (
-        not MoHLlamaForCausalLM.from_pretrained(Path(config.output_dir) / "model")
-        .config.to_dict()
-        .get("quantization_config")
-    )
+    assert "quantization_config" not in (Path(config.output_dir) / "model" / "config.json").read_text()
     # The totals are of weights, not of the bytes that hold them.
     student = networks.make_student(replace(config, quantization=None))
     assert record.parameters["total"] == sum(weight.numel() for weight in student.parameters())

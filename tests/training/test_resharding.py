@@ -12,14 +12,13 @@ from pathlib import Path
 import forks
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from trained import read_checkpoint, read_log, unfinish
+from safetensors.torch import load_file
+from trained import read_checkpoint, unfinish
 from ways import ROOT, WAYS
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.records.run import CheckpointRecord
-from moh_llm.records.seal import mark_files
 from moh_llm.training.loop import train
 from moh_llm.training.recipe import load_config
 from moh_llm.training.saving import export_checkpoint
@@ -93,22 +92,6 @@ def test_parts_of_four_processes_are_read_by_any(stopped, recipe, tmp_path):
         again = resave("fsdp2", 2, recipe, tmp_path / way, tmp_path / f"{way}-back")
         assert_same_numbers(again, whole)
     assert_same_numbers(resave("ddp", 1, recipe, tmp_path / "four", tmp_path / "one"), whole)
-
-
-def test_whole_tensors_in_one_file_are_read(stopped, configure, finished_run, tmp_path):
-    """As all checkpoints had them once: without offsets in the headers."""
-    run = Path(shutil.copytree(stopped, tmp_path / "run"))
-    folder = run / "checkpoints" / "step-000004"
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        save_file(load_file(folder / name), folder / name)
-    record = json.loads((folder / "checkpoint.json").read_text())
-    marks = mark_files(folder, record["files"])
-    record["files"] = {name: mark.content() for name, mark in marks.items()}
-    (folder / "checkpoint.json").write_text(json.dumps(record))
-    said: list[str] = []
-    train(configure(**{"data.micro_batch_size": 1}), say=said.append)
-    assert any("resumed from" in line and "step-000004" in line for line in said)
-    assert [line["step"] for line in read_log(run)] == [line["step"] for line in read_log(finished_run)]
 
 
 # ---- export

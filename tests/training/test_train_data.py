@@ -24,16 +24,13 @@ def test_text_and_shards_give_the_same_run(configure, mixture_file, model_folder
     assert train(configure(**{"data.mixture": str(shards)})) == record
 
 
-def test_the_receipt_is_logged_and_kept(configure, tmp_path):
-    record = train(configure(max_steps=10, **{"checkpoint.save_steps": 4}))
+def test_sources_are_read_by_their_weights_and_checkpoints_know_it(configure, tmp_path):
+    train(configure(max_steps=10, **{"checkpoint.save_steps": 4}))
     log = [line for line in read_log(tmp_path / "run") if "loss" in line]
     for line in log:
         read = line["tokens_of_source"]
-        assert sum(read.values()) == line["tokens"] == line["step"] * 128
         # Within as many blocks as there are sources of what was planned.
         assert abs(read["one"] - 0.7 * line["tokens"]) <= 2 * 32
-    receipt = record.data_read
-    assert {name: entry["tokens"] for name, entry in receipt.items()} == log[-1]["tokens_of_source"]
     for step in (8, 10):
         checkpoint = json.loads((tmp_path / "run" / "checkpoints" / f"step-{step:06d}" / "checkpoint.json").read_text())
         assert {n: e["tokens"] for n, e in checkpoint["data"].items()} == log[step - 1]["tokens_of_source"]
