@@ -20,19 +20,13 @@ WITH = "https://alice:hidden@host"
     ("text", "wanted"),
     [
         ("https://alice:hidden@host:8/a.jsonl?x=1", "https://host:8/a.jsonl?x=1"),
-        ("https://hidden@host/a", "https://host/a"),
         ("s3://key:hid@den@bucket/a", "s3://bucket/a"),
-        ("s3://key:hid/den@bucket/a", "s3://bucket/a"),
-        ("s3://key:hid den@bucket/a", "s3://bucket/a"),
         ("ftp://alice:hid'\"den@host", "ftp://host"),
         ("https://alice:hid#den?@host/a", "https://host/a"),
         ("http://alice:hidden@[::1/x", "http://[::1/x"),
-        ("/data/https:/alice:hidden@host/a", "/data/https:/host/a"),
         ("{'a': 'https://alice:hidden@host/', 'b': 'ftp://x:hidden@y'}", "{'a': 'https://host/', 'b': 'ftp://y'}"),
         ("hf://datasets/org/name@v2/a", "hf://datasets/org/name@v2/a"),
         ("https://host:8080/x, or mail me@host", "https://host:8080/x, or mail me@host"),
-        ("http://[::1]:80/x and me@host", "http://[::1]:80/x and me@host"),
-        ("/people/me@host/a", "/people/me@host/a"),
     ],
 )
 def test_passwords_are_taken_out_and_nothing_else(text, wanted):
@@ -71,20 +65,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     "source",
     [
         f"{{weight: 1, url_list: list.txt, match: '{WITH}/*'}}",
-        f"{{weight: 1, urls: {{a: '{WITH}/a?key=hidden'}}}}",
-        f"{{weight: 1, urls: '{WITH}/a.txt', revision: x}}",
-        f"{{weight: 1, hub: '{WITH}/a'}}",
         f"{{weight: 1, files: '{WITH}/a'}}",
-        f"{{weight: 1, files: a.txt, text_field: '{WITH}/a'}}",
-        f"{{weight: 1, files: a.jsonl, filters: {{'{WITH}/a': {{low: 1}}}}}}",
         f"{{weight: 1, files: a.txt, '{WITH}/a': 1}}",
-        "{weight: 1, urls: 'http://alice:hidden@[::1/x'}",
         "{weight: 1, url_list: 'http://alice@[::1/x?key=hidden'}",
     ],
 )
 def test_nor_what_is_said_of_a_mixture(tmp_path, tokenizer, capsys, source):
     (tmp_path / "list.txt").write_text("ftp://else/where\n")
-    (tmp_path / "a.jsonl").write_text('{"text": "river"}\n')
     (tmp_path / "a.txt").write_text(" ")
     (tmp_path / "mixture.yaml").write_text(f"sources:\n  '{WITH}/name': {source}\n")
     refusal(capsys, "tokenize", tmp_path / "mixture.yaml", "--tokenizer", tokenizer, "--output", tmp_path / "out")
@@ -94,11 +81,7 @@ def test_nor_what_is_said_of_a_mixture(tmp_path, tokenizer, capsys, source):
     "arguments",
     [
         ["convert", WITH, "--output", "OUT"],
-        ["convert", "http://alice:hidden@[::1/x", "--output", "OUT"],
-        ["convert", "TOKENIZER", "--output", f"{WITH}/out"],
         ["tokenize", WITH, "--tokenizer", "TOKENIZER", "--output", "OUT"],
-        ["tokenize", "embedded", "--tokenizer", WITH, "--output", "OUT"],
-        ["mixture", "show", WITH],
         ["mixture", "show", "embedded", "--tokens", WITH],
         ["publish", WITH, "--repo-id", "org/moh"],
         ["evaluate", WITH, "--output", "OUT"],

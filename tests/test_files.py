@@ -42,7 +42,7 @@ def test_a_link_into_a_hub_cache_is_followed(tmp_path: Path) -> None:
     assert outside(snapshot / "LICENSE", snapshot) == (cached / "elsewhere" / "0a1b").resolve()
 
 
-@pytest.mark.parametrize("name", ["secret.txt", "../secret.txt", "model-2", "blobs/secret.txt", "absent"])
+@pytest.mark.parametrize("name", ["secret.txt", "../secret.txt", "model-2"])
 def test_a_link_that_leads_out_is_refused(folder: Path, name: str) -> None:
     if name == "model-2":  # begins as the folder's own name
         (folder.parent / name).write_text("")

@@ -132,7 +132,7 @@ def test_a_place_where_no_lock_can_be_made_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def inputs(made_once: Callable[..., Path], make_llama: Callable[..., Path], river: Path) -> Path:
-    """A base, its conversion `moh`, an architecture, a recipe that writes to `run` and is finished."""
+    """A base, its conversion `moh`, and an architecture."""
 
     def make(folder: Path) -> None:
         (folder / "base").symlink_to(make_llama(max_position_embeddings=64))
@@ -141,6 +141,14 @@ def inputs(made_once: Callable[..., Path], make_llama: Callable[..., Path], rive
         assert main(["convert", str(folder / "base"), "--output", str(folder / "moh"), *text]) == 0
 
     return made_once("locked", make)
+
+
+@pytest.fixture(scope="module")
+def run(inputs: Path, river: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished training run."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert main(commands(inputs, river, folder)["train"]) == 0
+    return folder
 
 
 def commands(inputs: Path, river: Path, output: Path) -> dict[str, list[str]]:
@@ -171,50 +179,31 @@ def commands(inputs: Path, river: Path, output: Path) -> dict[str, list[str]]:
 NAMES = ["convert", "dense", "tokenize", "init", "train", "evaluate", "quickstart", "fetch", "publish"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_command_is_refused_while_another_process_writes(name, inputs, river, tmp_path, capsys):
+@pytest.mark.parametrize("name", [*NAMES, "report", "export"])
+def test_each_command_is_refused_while_another_process_writes(name, inputs, run, river, tmp_path, capsys):
     if name in ("evaluate", "fetch"):
         pytest.importorskip("lm_eval")
     output = tmp_path / "out"
     if name == "publish":
         output.symlink_to(inputs / "moh")
-    command = commands(inputs, river, output)[name]
+    command = {
+        "report": ["report", str(run), "--output", str(output)],
+        "export": ["checkpoint", "export", str(run / "checkpoints" / "step-000002"), "--output", str(output)],
+        **commands(inputs, river, output),
+    }[name]
     with holder(output) as first:
         assert main(command) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert f"out is being written by process {first.pid} on {socket.gethostname()}; wait for it" in error
         if name != "publish":
             assert not output.exists()
-    if name in ("init", "tokenize"):  # when the other process has ended
+    if name in ("init", "tokenize", "export"):  # when the other process has ended
         assert main(command) == 0 and output.is_dir()
 
 
-def test_a_report_is_refused_while_another_process_writes_it(inputs, river, tmp_path, capsys):
-    assert main(commands(inputs, river, tmp_path / "out")["train"]) == 0
-    with holder(tmp_path / "out" / "report"):
-        assert main(["report", str(tmp_path / "out")]) == 2
-    assert "report is being written by process" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "report").exists()
-
-
-def test_of_two_exports_into_one_folder_one_is_refused(inputs, river, tmp_path, capsys):
-    assert main(commands(inputs, river, tmp_path / "out")["train"]) == 0
-    checkpoint, exported = tmp_path / "out" / "checkpoints" / "step-000002", tmp_path / "exported"
-    export = ["checkpoint", "export", str(checkpoint), "--output", str(exported)]
-    with holder(exported):
-        assert main(export) == 2
-    assert "exported is being written by process" in capsys.readouterr().err and not exported.exists()
-    assert main(export) == 0
-    # The folder of a model or a part of a run is no place for another one.
-    for place in (exported / "moh", tmp_path / "out" / "model", checkpoint / "moh"):
-        assert main(["convert", str(inputs / "base"), "--preset", "paper", "--output", str(place)]) == 2
-        assert "name another folder" in capsys.readouterr().err
-    assert not (exported / "moh").exists() and not (checkpoint / "moh").exists()
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "publish"])
+@pytest.mark.parametrize("name", ["convert", "tokenize", "train", "evaluate"])
 def test_no_command_writes_into_the_folder_of_a_model(name, inputs, river, tmp_path, capsys):
-    if name in ("evaluate", "fetch"):
+    if name == "evaluate":
         pytest.importorskip("lm_eval")
     for file in ("config.json", "model.safetensors"):
         (tmp_path / "model" / file).parent.mkdir(exist_ok=True)
@@ -227,12 +216,9 @@ def test_no_command_writes_into_the_folder_of_a_model(name, inputs, river, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "evaluate"])
-def test_a_refused_job_ends_on_all_its_processes(name, inputs, river, tmp_path):
+def test_a_refused_job_ends_on_all_its_processes(inputs, river, tmp_path):
     """Without a launcher that would end the others where one fails."""
-    if name == "evaluate":
-        pytest.importorskip("lm_eval")
-    command = commands(inputs, river, tmp_path / "out")[name]
+    command = commands(inputs, river, tmp_path / "out")["train"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -251,12 +237,9 @@ def test_a_refused_job_ends_on_all_its_processes(name, inputs, river, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["train", "evaluate"])
-def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(name, inputs, river, tmp_path, monkeypatch, capsys):
-    if name == "evaluate":
-        pytest.importorskip("lm_eval")
+def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(inputs, river, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    assert main(commands(inputs, river, tmp_path / "out")[name]) == 2
+    assert main(commands(inputs, river, tmp_path / "out")["train"]) == 2
     assert "error: SLURM_STEP_NUM_TASKS=4: 4 processes were started" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.lock").exists()
