@@ -1,6 +1,7 @@
 """A tiny random LLaMA and its conversions, by default and by the paper, with the context that few-shot prompts need."""
 
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +13,28 @@ from tiny import save_model
 
 Line = dict[str, Any]
 TOKENS = 2 * 16  # per step of a training run
+
+
+@pytest.fixture
+def load_rows(tmp_path: Path) -> Callable[..., Any]:
+    """Load a benchmark of the paper with the given rows, without examples, and of several subjects the first."""
+    pytest.importorskip("lm_eval")
+    from moh_llm.evaluation.suite import Suite, load_suite
+    from moh_llm.evaluation.tasks import data_file, load_tasks
+
+    def run(name: str, rows: list[Line], limit: int | None = None, **changes: Any) -> Any:
+        benchmark = next(benchmark for benchmark in load_suite("paper").benchmarks if benchmark.name == name)
+        if benchmark.average != "parts":
+            changes["parts"] = benchmark.parts[:1]
+        benchmark = dataclasses.replace(benchmark, shots=0, fewshot_split=None, **changes)
+        for part in benchmark.expand():
+            file = data_file(tmp_path / "data", benchmark, part, benchmark.eval_split)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        suite = Suite("made", "Made rows", [benchmark], columns=list(benchmark.published))
+        return load_tasks(suite, tmp_path / "tasks", tmp_path / "data", limit)[0]
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -72,14 +72,8 @@ def command(tiny_llama, tiny_moh, tmp_path, monkeypatch, capsys):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(*arguments: str):
-        words = [
-            "above_chance.py",
-            str(tiny_llama),
-            "--data-dir",
-            str(tmp_path / "data"),
-            "--output",
-            str(tmp_path / "out"),
-        ]
+        words = ["above_chance.py", str(tiny_llama), "--data-dir", str(tmp_path / "data")]
+        words += ["--output", str(tmp_path / "out")]
         monkeypatch.setattr(sys, "argv", [*words, *arguments])
         status, printed = above_chance.main(), capsys.readouterr()
         record = tmp_path / "out" / "above_chance.json"
@@ -177,41 +171,8 @@ def test_the_better_form_is_the_bases_and_a_base_at_chance_has_no_share():
     assert of_model["mean of 2, 1 above chance"]["kept"]["value"] == pytest.approx(100 * 0.45 / 0.65)
 
 
-def test_what_cannot_be_is_one_line(command):
-    for flags, said in (["--models", "moh"], "NAME=MODEL"), (["--only", "XY"], "must be of LAMBADA"):
-        status, printed, _ = command(*flags)
-        assert status == 1 and said in printed.err and printed.err.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_long_prompts_begin_with_the_same_examples(command, tmp_path, paper_moh):
-    """Examples are the first rows of their split, and never the item itself; keys that are read are counted."""
-    splits = {"SciQ": "allenai__sciq/default", "LAMBADA": "EleutherAI__lambada_openai/default"}
-    questions = DATA["allenai__sciq/default/test"] * 3
-    for split, rows in {"train": questions, "test": questions[:3]}.items():
-        (tmp_path / "data" / splits["SciQ"] / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    passages = [{"text": f"The {word} is by the {n}"} for n, word in enumerate(WORDS * 9)]
-    (tmp_path / "data" / splits["LAMBADA"] / "test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in passages))
-    long = str(above_chance.SUITE.with_name("long_prompts.yaml"))
-    words = ["--suite", long, "--share-prefixes", "--only", *splits, "--items", "3", "--models", f"moh={paper_moh}"]
-    status, printed, record = command(*words)
-    assert status == 0, printed.err
-    prompts = {
-        name: [
-            json.loads(line)["prompt"]
-            for line in next((tmp_path / "out" / "samples" / "base").glob(f"{name}*.jsonl")).read_text().splitlines()
-        ]
-        for name in splits
-    }
-    for number, prompt in enumerate(prompts["LAMBADA"]):
-        shown = [row["text"] for i, row in enumerate(passages) if i != number][:45]
-        assert prompt == "\n\n".join([*shown, passages[number]["text"].rpartition(" ")[0]])
-    assert prompts["SciQ"][1].count("Question: ") == 27 and prompts["SciQ"][1].startswith(
-        "The river.\nQuestion: What is 0?"
-    )
-    assert "Answer: river\n\n" in prompts["SciQ"][1]
-    assert record["suite"] == "long_prompts" and record["keys"].keys() == {"moh"}
-    # Heads that are off read nothing: of all heads, those that are on, of all earlier tokens.
+def test_the_share_of_keys_that_is_read_is_a_plain_loops(paper_moh):
+    """Heads that are off read nothing: of all heads, those that are on, of all earlier tokens."""
     model, tokenizer = MoHLlamaForCausalLM.from_pretrained(paper_moh).eval(), AutoTokenizer.from_pretrained(paper_moh)
     tokens = tokenizer("The river is by the mill. " * 8)["input_ids"]
     gates: list[torch.Tensor] = []
@@ -219,10 +180,6 @@ def test_long_prompts_begin_with_the_same_examples(command, tmp_path, paper_moh)
         router.register_forward_hook(lambda _, args, output: gates.append(output[1][0]))
     with torch.no_grad():
         model(torch.tensor([tokens]))
-    read = sum((gate[t] != 0).sum().item() * (t + 1) for gate in gates for t in range(len(tokens)))
-    every = sum(gate.shape[-1] * (t + 1) for gate in gates for t in range(len(tokens)))
-    with torch.no_grad():
-        assert above_chance.share_read(model, tokens) == pytest.approx(read / every)
-    assert 0 < read < every
-    for share in record["keys"]["moh"].values():
-        assert 0 < share < 1
+        read = sum((gate[t] != 0).sum().item() * (t + 1) for gate in gates for t in range(len(tokens)))
+        every = sum(gate.shape[-1] * (t + 1) for gate in gates for t in range(len(tokens)))
+        assert above_chance.share_read(model, tokens) == pytest.approx(read / every) and 0 < read < every

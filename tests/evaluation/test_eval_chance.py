@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from moh_llm.errors import UserError
-from moh_llm.evaluation.suite import Benchmark, Suite, known_suites, load_suite
+from moh_llm.evaluation.suite import Benchmark, known_suites, load_suite
 from moh_llm.evaluation.tasks import Loaded, data_file, load_tasks
 
 Row = dict[str, Any]
@@ -79,24 +78,6 @@ def test_chances_are_those_of_the_rows(benchmark: Benchmark, request: pytest.Fix
     assert sum(len(values) for values in loaded.chances) >= 6
 
 
-@pytest.fixture
-def load(tmp_path: Path) -> Callable[..., Loaded]:
-    """Load a benchmark of the paper with the given rows, without examples."""
-    pytest.importorskip("lm_eval")
-
-    def run(name: str, rows: list[Row], limit: int | None = None, **changes: Any) -> Loaded:
-        benchmark = next(benchmark for benchmark in load_suite("paper").benchmarks if benchmark.name == name)
-        benchmark = dataclasses.replace(benchmark, shots=0, fewshot_split=None, **changes)
-        for part in benchmark.expand():
-            file = data_file(tmp_path / "data", benchmark, part, benchmark.eval_split)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        suite = Suite("made", "Made rows", [benchmark], columns=list(benchmark.published))
-        return load_tasks(suite, tmp_path / "tasks", tmp_path / "data", limit)[0]
-
-    return run
-
-
 def _question(choices: int) -> Row:
     letters = "ABCDE"[:choices]
     return {
@@ -107,29 +88,15 @@ def _question(choices: int) -> Row:
     }
 
 
-def test_each_row_counts_by_its_number_of_choices(load: Callable[..., Loaded]) -> None:
+def test_each_row_counts_by_its_number_of_choices(load_rows: Callable[..., Loaded]) -> None:
     """Of the rows that are scored, not of all."""
     rows = [_question(4), _question(3), _question(5), _question(2)]
-    assert load("ARC-Challenge", rows).chances == [[1 / 4, 1 / 3, 1 / 5, 1 / 2]]
-    assert load("ARC-Challenge", rows, limit=2).chances == [[1 / 4, 1 / 3]]
+    assert load_rows("ARC-Challenge", rows).chances == [[1 / 4, 1 / 3, 1 / 5, 1 / 2]]
+    assert load_rows("ARC-Challenge", rows, limit=2).chances == [[1 / 4, 1 / 3]]
 
 
-def test_a_rule_of_the_suites_own(load: Callable[..., Loaded]) -> None:
+def test_a_rule_of_the_suites_own(load_rows: Callable[..., Loaded]) -> None:
     """A letter that is written, of four: the task does not tell, the suite does; or it is not known."""
     rows = [{"question": "1 + 1?", "answer": "#### 2"}] * 3
-    assert load("GSM8K", rows, chance=0.25).chances == [[0.25] * 3]
-    assert load("GSM8K", rows, chance=None).chances is None
-
-
-@pytest.mark.parametrize("chance", ["guess", 1.0, -0.1, 25.0])
-def test_what_is_no_rule_is_refused(chance: Any) -> None:
-    with pytest.raises(UserError, match=f"benchmark B: chance={chance!r} must be 'choices', or what guessing scores"):
-        Benchmark("B", 0, "acc", "b", "b", "b", "test", 5, stock="b.yaml", chance=chance)
-
-
-@pytest.mark.parametrize(
-    ("name", "row"), [("GSM8K", {"question": "1 + 1?", "answer": "#### 2"}), ("LAMBADA", {"text": "a b"})]
-)
-def test_choices_where_there_are_none_are_refused(load: Callable[..., Loaded], name: str, row: Row) -> None:
-    with pytest.raises(UserError, match=rf"fix the suite: {name} \(chance 'choices': .* without a choice\)"):
-        load(name, [row], chance="choices")
+    assert load_rows("GSM8K", rows, chance=0.25).chances == [[0.25] * 3]
+    assert load_rows("GSM8K", rows, chance=None).chances is None

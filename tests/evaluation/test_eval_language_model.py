@@ -53,25 +53,6 @@ def test_batches_fit_the_free_memory(llama: Any, monkeypatch: pytest.MonkeyPatch
     assert choose(llama, monkeypatch, 20e9, 2000, 1, "cuda") > choose(llama, monkeypatch, 20e9, 2000, 2000, "cuda")
 
 
-def test_a_cpu_gets_no_more_than_it_profits_from(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [choose(llama, monkeypatch, 1e15, tokens, tokens, "cpu") for tokens in (30, 500, 5000)] == [64, 8, 1]
-
-
-def test_estimate_covers_what_a_pass_holds(llama: Any) -> None:
-    """Logits, log-probabilities and the cache, counted by hand for one sequence."""
-    tokens = 100
-    logits = 2 * tokens * 128256 * 2
-    cache = 32 * 2 * 8 * 128 * tokens * 2
-    estimate = language_model.bytes_per_sequence(llama, 2, tokens, tokens)
-    assert logits + cache < estimate < 2 * (logits + cache)
-
-
-def test_free_memory_is_shared_by_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = language_model.free_memory(torch.device("cpu"))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert alone / 8 < language_model.free_memory(torch.device("cpu")) < alone / 2
-
-
 def test_batches_shrink_when_memory_runs_out(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the words of a GPU and in those of a CPU."""
     whole, sizes = HFLM._model_call, []
@@ -91,15 +72,6 @@ def test_batches_shrink_when_memory_runs_out(tiny_llama: Path, monkeypatch: pyte
     assert not found.errors
     assert sizes[1] > 5 and 1 < found.scores["Facts"].batch_size <= 5
     assert {n: s.strata for n, s in found.scores.items()} == {n: s.strata for n, s in plain.scores.items()}
-
-
-def test_a_single_sequence_that_does_not_fit_fails(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried")
-
-    monkeypatch.setattr(HFLM, "_model_call", call)
-    found = score({"model": str(tiny_llama)}, load_suite("smoke"), limit=1, batch_size="auto", device="cpu")["model"]
-    assert "No executable batch size found" in found.errors["Facts"]
 
 
 def test_tokens_without_a_row(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """What prompts begin with in common is computed once, and the likelihoods are lm-eval's own."""
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from moh_llm.evaluation import shared_prefixes
 from moh_llm.evaluation.language_model import LanguageModel, load_model
 from moh_llm.evaluation.processes import Team
-from moh_llm.evaluation.shared_prefixes import Input, score_sharing_prefixes, take_batch
+from moh_llm.evaluation.shared_prefixes import score_sharing_prefixes
 
 CONTEXT = 160
 
@@ -131,31 +130,6 @@ def test_cut_prompts_are_noted(lm: LanguageModel) -> None:
         assert lm.answers.cut == is_cut
 
 
-def test_answers_go_to_lm_evals_cache(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: dict[Any, Any] = {}
-    monkeypatch.setattr(lm.cache_hook, "add_partial", lambda kind, text, answer: kept.update({(kind, text): answer}))
-    requests = [(("a", "b"), [5, 6], [7]), (("a", "c"), [5, 6], [8]), (None, [5, 6], [9])]
-    found = lm._loglikelihood_tokens(requests, disable_tqdm=True)
-    assert kept == {("loglikelihood", ("a", "b")): found[0], ("loglikelihood", ("a", "c")): found[1]}
-
-
-@pytest.mark.parametrize("request_tokens", [([], [5]), ([5], []), ([5], [6] * (CONTEXT + 1))])
-def test_requests_that_cannot_be_scored_are_refused(lm: LanguageModel, request_tokens: tuple[Any, Any]) -> None:
-    with pytest.raises(ValueError, match=f"cannot be scored by a model of {CONTEXT} tokens"):
-        lm._loglikelihood_tokens([(("", ""), *request_tokens)], disable_tqdm=True)
-
-
-def test_batches_end_where_less_is_shared() -> None:
-    prefix = tuple(range(200))
-    inputs = [Input((*prefix, n, *range(10)), 1, [n]) for n in range(4)]
-    other = [Input((900, *prefix, n, *range(10)), 1, [n]) for n in range(4)]
-    assert take_batch(inputs + other, kept=0) == (inputs, 200)
-    assert take_batch(inputs + other, kept=200) == (inputs, 200)
-    assert take_batch(inputs[3:] + other, kept=200) == (inputs[3:], 200)
-    alike = [Input((n, *prefix), 1, [n]) for n in range(8)]
-    assert take_batch(alike, kept=0) == (alike, 0)  # nothing is shared, so nothing is lost
-
-
 def test_a_sliding_window_is_refused(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
@@ -168,23 +142,3 @@ def test_a_sliding_window_is_refused(make_llama: Callable[..., Path], tmp_path: 
     load_model(str(tmp_path), 1, "auto", "cpu", Team())
     with pytest.raises(UserError, match=r"the one of a mistral model cannot; leave --share-prefixes out"):
         load_model(str(tmp_path), 1, "auto", "cpu", Team(), share_prefixes=True)
-
-
-@pytest.mark.slow
-def test_a_suites_scores_stay_and_runs_are_told_apart(
-    tiny_llama: Path,
-    tiny_moh: Path,
-    tmp_path: Path,
-    run_evaluate: Callable[..., int],
-    without_times: Callable[[Any], Any],
-) -> None:
-    words = [tiny_moh, "--base", tiny_llama, "--suite", "smoke", "--device", "cpu", "--compute-dtype", "float32"]
-    words += ["--batch-size", "auto", "--limit", "6", "--no-analysis", "--output"]
-    reports = []
-    for name, more in (("plain", []), ("shared", ["--share-prefixes"])):
-        assert run_evaluate(*words, tmp_path / name, *more) == 0
-        reports.append(without_times(json.loads((tmp_path / name / "report.json").read_text(encoding="utf-8"))))
-    assert [report.pop("share_prefixes") for report in reports] == [False, True]
-    assert reports[0] == reports[1]
-    pages = [(tmp_path / name / "report.md").read_text(encoding="utf-8") for name in ("plain", "shared")]
-    assert ["| prefixes shared | yes |" in page for page in pages] == [False, True]

@@ -2,7 +2,6 @@
 
 import math
 import random
-import re
 
 import numpy as np
 import pytest
@@ -34,11 +33,6 @@ def test_group_figures_equal_lm_evals(strata: statistics.Strata) -> None:
     assert statistics.standard_error(strata[:1]) == pytest.approx(errors[0], rel=1e-12)
     mean = statistics.mean_of([Value(value=value, stderr=error) for value, error in zip(means, errors, strict=True)])
     assert mean.stderr == pytest.approx(metrics.unweighted_mean_stderr(errors), rel=1e-12)
-
-
-def test_single_items_have_no_error(strata: statistics.Strata) -> None:
-    assert statistics.standard_error([*strata, [1.0]]) is None and statistics.mean_interval([[1.0]], 0, 1) is None
-    assert statistics.mean_of([Value(value=10.0, stderr=0.1), Value(value=10.0, stderr=None)]).stderr is None
 
 
 def test_difference_is_paired(strata: statistics.Strata) -> None:
@@ -76,16 +70,6 @@ def test_intervals_hold_the_truth_where_few_items_differ(items: int, differing: 
     assert min(held[:2]) / 150 > 0.93 and held[2] / 150 < 0.9
 
 
-def test_intervals_of_scores_between_0_and_1_hold_the_truth() -> None:
-    """Such as F1, whose differences are mostly 0 and have a long tail."""
-    draw, held = np.random.default_rng(1), 0
-    for _ in range(300):
-        base = draw.beta(2, 1, 60)
-        model = np.where(draw.random(60) < 0.1, base * draw.random(60), base)
-        held += covers(figures_of(model, base).delta.interval, -100 * 0.1 * 0.5 * 2 / 3)
-    assert held / 300 > 0.93
-
-
 def test_intervals_have_a_width_where_no_item_differs() -> None:
     same = np.array([1.0] * 20 + [0.0] * 10)
     found = figures_of(same, same)
@@ -101,19 +85,15 @@ def test_intervals_have_a_width_where_no_item_differs() -> None:
 
 
 def test_tables_show_the_interval_where_no_item_differs() -> None:
-    """In place of an error of 0, and within what a score can be; the legend of † only if a cell has it."""
-    same, half = [1.0, 0.0] * 15, [0.0] * 30
-    report = make_report({"base": {"A": same, "B": same}, "model": {"A": same, "B": half}}, full=30)
-    cells = [row[-4:] for row in score_table(report).rows]
-    assert cells[0][1] == "+0.0 (-9.2 to +9.2)" and "±" in cells[0][0]
-    assert re.fullmatch(r"0\.0 \(0\.0 to \d+\.\d\)", cells[1][0]) and "±" in cells[1][1] and "±" in cells[2][1]
-    assert "does not mean certainty" in score_note(report) and "†" not in score_note(report)
+    """In place of an error of 0, and none where the base's average is within errors of 0."""
+    same = [1.0, 0.0] * 15
+    report = make_report({"base": {"A": same}, "model": {"A": same}}, full=30)
+    assert "+0.0 (-9.2 to +9.2)" in score_table(report).rows[0]
     few = make_report({"base": {"Rare": [1.0] * 3 + [0.0] * 97}, "model": {"Rare": [1.0] * 2 + [0.0] * 98}})
     recovery = few.benchmarks[0].scores["model"].recovery
     assert recovery.share == pytest.approx(200 / 3) and recovery.interval is None
     assert recovery.base_errors == pytest.approx(0.03 / math.sqrt(0.03 * 0.97 / 99))
-    assert "no interval, as base's average is only 1.7 standard errors above 0" in verdict(few, "model")
-    assert "| 66.7 † |" in page_of(few) and "†" in score_note(few)
+    assert "| 66.7 † |" in page_of(few) and "†" in score_note(few) and "†" not in score_note(report)
 
 
 def test_a_group_counts_its_tasks_apart() -> None:
@@ -177,49 +157,10 @@ def test_a_base_at_chance_is_named_and_left_out() -> None:
     assert hard.at_chance and hard.margin_kept is None
     assert verdict(report, "model").endswith(" on 1 of them; base is at chance on Hard.")
     assert "| 100.0 | at chance |" in page_of(report)
-    # The model's own score does not decide: at chance itself it has lost everything.
-    lost = SCORES | {"model": {"Easy": [1.0, 0.0] * 50, "Hard": HARD}}
-    assert make_report(lost, chances={"Easy": 0.5, "Hard": 0.9}).average.scores["model"].margin_kept.share == 0
 
 
 def test_no_margin_without_a_benchmark_above_chance() -> None:
     report = make_report(SCORES, chances={"Easy": 0.8})
     kept = report.average.scores["model"].margin_kept
     assert kept.share is None and kept.at_chance == ["Easy"] and kept.unknown == ["Hard"]
-    for part in ("no margin over chance", "base is at chance on Easy; no chance level is known for Hard."):
-        assert part in verdict(report, "model")
-    single = {label: {name: values[:1] for name, values in found.items()} for label, found in SCORES.items()}
-    assert make_report(single, limit=1).average.scores["model"].margin_kept.at_chance == ["Easy", "Hard"]
-
-
-def drawn(draw: np.random.Generator, items: int, chance: float, base: float, keep: float) -> list[list[float]]:
-    """Scores of model and base whose margins over chance are ``keep`` * ``base`` and ``base`` in expectation.
-
-    The base knows a part of the items and guesses the others; the model forgets some that the base knows.
-    """
-    known = draw.random(items) < base / (1 - chance)
-    remembered = known & (draw.random(items) < keep)
-    guess, other = (draw.random((2, items)) < chance).astype(float)
-    return [np.where(remembered, 1.0, other).tolist(), np.where(known, 1.0, guess).tolist()]
-
-
-@pytest.mark.slow
-def test_the_interval_of_the_margin_holds_the_truth_in_95_of_100_draws() -> None:
-    draw, held = np.random.default_rng(0), 0
-    suite = {"A": (400, 0.25, 0.3, 0.8), "B": (250, 0.5, 0.3, 0.9), "C": (300, 0.0, 0.4, 0.7)}
-    truth = 100 * sum(base * keep for _, _, base, keep in suite.values()) / sum(of[2] for of in suite.values())
-    for _ in range(500):
-        scores: dict[str, dict[str, list[float]]] = {"model": {}, "base": {}}
-        for name, of in suite.items():
-            scores["model"][name], scores["base"][name] = drawn(draw, *of)
-        kept = make_report(scores, chances={name: of[1] for name, of in suite.items()}).average.scores["model"]
-        held += covers(kept.margin_kept.interval, truth)
-    # 1 % is one standard error of this share.
-    assert held / 500 == pytest.approx(0.95, abs=0.02)
-
-
-def test_the_share_of_scores_does_not_measure_the_margin() -> None:
-    """Half of the margin is lost, and four fifths of the score stay: what guessing gives."""
-    model, base = map(np.array, drawn(np.random.default_rng(1), 20000, 0.5, 0.3, 0.5))
-    found = figures_of(model, base, 0.5)
-    assert found.recovery.share == pytest.approx(81, abs=1) and found.margin_kept.share == pytest.approx(50, abs=2)
+    assert "no margin over chance" in verdict(report, "model")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.suite import SUITES, data_file, load_suite
+from moh_llm.evaluation.suite import SUITES, load_suite
 from moh_llm.evaluation.tasks import Loaded, check_data, load_tasks, read_splits, write_task_files
 
 pytest.importorskip("lm_eval")
@@ -64,30 +64,11 @@ def test_broken_json_and_too_few_examples_are_named_together(own: Path, load: Lo
         load()
 
 
-def test_task_file_that_lm_eval_lacks_is_named(own: Path, load: Load) -> None:
-    change(own / "own.yaml", "definition: smoke/facts.yaml", "stock: no/such.yaml")
-    with pytest.raises(UserError, match=r"Facts: task file no/such.yaml is not in"):
-        load()
-
-
 def test_metrics_and_filters_that_tasks_lack_are_named_together(own: Path, load: Load) -> None:
     change(own / "own.yaml", "metric: acc\n    task: moh_smoke_facts", "metric: acc_norm\n    task: moh_smoke_facts")
     change(own / "own.yaml", "filter: first_word", "filter: strict-match")
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"Facts \(metric 'acc_norm': .* has acc\), Answers \(filter 'strict-match'"):
         load()
-    assert str(caught.value) == (
-        "suite smoke asks for what its tasks do not have; fix the suite: "
-        "Facts (metric 'acc_norm': moh_smoke_facts has acc), "
-        "Answers (filter 'strict-match': moh_smoke_answers has first_word)"
-    )
-
-
-def test_metrics_that_functions_name_when_called_are_let_through(own: Path, load: Load) -> None:
-    (own / "smoke" / "own.py").write_text("def passed(references, predictions):\n    return {'pass@1': 1.0}\n")
-    change(own / "smoke" / "answers.yaml", "metric: exact_match", "metric: !function own.passed")
-    change(own / "smoke" / "answers.yaml", "    ignore_case: true\n", "")
-    change(own / "own.yaml", "metric: exact_match", "metric: pass@1")
-    assert len(load()) == 3
 
 
 def test_whatever_a_definition_raises_is_one_line(own: Path, load: Load) -> None:
@@ -106,11 +87,9 @@ def test_task_files_for_the_hub(tmp_path: Path) -> None:
     assert sciq["dataset_kwargs"] == {"revision": "2c94ad3e1aafab77146f384e23536f97a4849815"}
 
 
-@pytest.mark.parametrize("name", ["paper", "scratch"])
-def test_script_datasets_of_the_hub_are_refused_at_once(name: str) -> None:
-    names = "LogiQA" if name == "scratch" else "CMMLU, LogiQA"
-    with pytest.raises(UserError, match=rf"^{names} cannot be read from the Hub.*fetch-benchmarks DIR"):
-        check_data(load_suite(name), None)
+def test_script_datasets_of_the_hub_are_refused_at_once() -> None:
+    with pytest.raises(UserError, match=r"^CMMLU, LogiQA cannot be read from the Hub.*fetch-benchmarks DIR"):
+        check_data(load_suite("paper"), None)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +144,9 @@ def test_every_task_reads_local_data_and_builds_a_prompt(name: str, tmp_path: Pa
 
 CHANGES: list[tuple[str, int, Row, str]] = [
     ("facts/test", 5, {"sentence": None}, r"Facts \(facts/test: row 5: UndefinedError: 'sentence' is undefined\)"),
-    ("facts/test", 3, {"answer": 4}, "row 3: the answer 4 is none of the 4 choices"),
     ("facts/test", 3, {"answer": "b"}, "facts/test.jsonl: values of one field have different types: ArrowInvalid: "),
     ("facts/test", 2, {"sentence": "1984"}, "row 2: its question is 1984, which lm-eval does not take for text"),
-    ("stories/train", 2, {"story": None}, r"Stories \(stories/train: row 2: UndefinedError: 'story' is undefined\)"),
     ("stories/train", 2, {"endings": ["Only one."]}, "stories/train: row 2: the answer 1 is none of the 1 choices"),
-    ("answers/test", 6, {"question": None}, r"Answers \(answers/test: row 6: UndefinedError: 'question'"),
 ]
 
 
@@ -192,63 +168,35 @@ def test_bad_rows_are_named(own: Path, load: Load, file: str, number: int, damag
     assert "from_string" not in vars(env)  # lm-eval is left as it was
 
 
-@pytest.fixture
-def load_stock(tmp_path: Path) -> Callable[..., None]:
-    """Load a benchmark of the paper, without examples and of several subjects one, with the given rows."""
-
-    def load(name: str, rows: list[Row], limit: int | None = None) -> None:
-        suite = load_suite("paper")
-        benchmark = next(benchmark for benchmark in suite.benchmarks if benchmark.name == name)
-        parts = benchmark.parts if benchmark.average == "parts" else benchmark.parts[:1]
-        benchmark = dataclasses.replace(benchmark, shots=0, fewshot_split=None, parts=parts)
-        for part in benchmark.expand():
-            file = data_file(tmp_path / "data", benchmark, part, benchmark.eval_split)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        suite = dataclasses.replace(suite, benchmarks=[benchmark])
-        load_tasks(suite, tmp_path / "tasks", tmp_path / "data", limit)
-
-    return load
-
-
 MMLU = {"question": "Which is even?", "choices": ["1", "2", "3", "5"], "answer": 1}
 WINOGRANDE = {"sentence": "The _ barked.", "option1": "dog", "option2": "cat", "answer": "1"}
-HELLASWAG = {"ctx_a": "A man sits.", "ctx_b": "he", "activity_label": "Sitting", "endings": ["a", "b"], "label": "1"}
 ARC: Row = {"question": "Which?", "choices": {"text": ["x", "y", "z"], "label": ["A", "B", "C"]}, "answerKey": "C"}
 CHOICES = ARC["choices"]
 TARGETS = {"choices": ["yes", "no"], "labels": [1, 0]}
 TRUTHFULQA = {"question": "Is it?", "mc1_targets": TARGETS, "mc2_targets": TARGETS}
 DAMAGES = [
-    ("HellaSwag", HELLASWAG, {"ctx_b": None}, "AttributeError: .*"),
     ("MMLU", MMLU, {"choices": ["1", "2", None, "5"]}, "abstract_algebra/test: row 3: UndefinedError: 'choices' is"),
     ("WinoGrande", WINOGRANDE, {"sentence": "The dog barked."}, "validation: row 3: ValueError: substring not found"),
     ("ARC-Challenge", ARC, {"choices": CHOICES | {"text": ["x", "y", None]}}, "row 3: its choices are"),
-    ("TruthfulQA", TRUTHFULQA, {"mc1_targets": {"choices": [], "labels": []}}, r"row 3: its choices are \[\], not"),
     ("TruthfulQA", TRUTHFULQA, {"mc2_targets": TARGETS | {"labels": [1]}}, "validation: row 3: IndexError: "),
 ]
 
 
 @pytest.mark.parametrize(("name", "row", "damage", "message"), DAMAGES)
 def test_every_row_that_is_scored_is_tried(
-    load_stock: Callable[..., None], name: str, row: Row, damage: Row, message: str
+    load_rows: Callable[..., Loaded], name: str, row: Row, damage: Row, message: str
 ) -> None:
     """Also where a row with the same label went well, and where the damage lies within a list."""
     with pytest.raises(UserError, match=rf"{name} \(.*{message}") as caught:
-        load_stock(name, [row, row, row | damage])
+        load_rows(name, [row, row, row | damage])
     assert "\n" not in str(caught.value) and "fix the files" in str(caught.value)
-    load_stock(name, [row, row, row])
-
-
-def test_fewer_choices_than_others_have_may_be_scored(load_stock: Callable[..., None]) -> None:
-    four = {"text": ["w", "x", "y", "z"], "label": ["1", "2", "3", "4"]}
-    load_stock("ARC-Challenge", [ARC | {"choices": four, "answerKey": "4"}, ARC])
+    load_rows(name, [row, row, row])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (b'{"a": 1}\n{"a": \n', "facts/test.jsonl, line 2 cannot be read as JSON"),
-        (b'{"a": 1}\n\n[1]\n', "facts/test.jsonl, line 3: not an object"),
         (b"\n \n", "facts/test.jsonl holds no rows"),
         (b'{"a": "\xff"}\n', "facts/test.jsonl cannot be read"),
     ],
