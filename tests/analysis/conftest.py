@@ -21,11 +21,8 @@ PLANS = {
     "conversion": {"converted": True},
     "paper": {"num_shared_heads": 2, "num_active_heads": 3, "router_type": "query_norm"},
     "two_stage, weighted, explicit ids": {
-        "num_shared_heads": 2,
-        "num_active_heads": 3,
-        "shared_heads": [[3, 0], [1, 2]],
-        "router_type": "two_stage",
-        "router_score": "weighted",
+        **{"num_shared_heads": 2, "num_active_heads": 3, "shared_heads": [[3, 0], [1, 2]]},
+        **{"router_type": "two_stage", "router_score": "weighted"},
     },
     "fallbacks, last layer all shared": {
         "num_shared_heads": [1, 4],
@@ -51,16 +48,6 @@ PLANS = {
         "num_active_heads": 4,
         "shared_heads": [[2, 3], [7, 6]],
         "router_type": "query_norm",
-        "routing_granularity": "kv_group",
-    },
-    "groups, two_stage, weighted": {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "hidden_size": 48,
-        "num_shared_heads": 2,
-        "num_active_heads": 4,
-        "router_type": "two_stage",
-        "router_score": "weighted",
         "routing_granularity": "kv_group",
     },
 }

@@ -106,10 +106,7 @@ def test_maps_are_the_weights_of_the_loops(make_moh, recompute, tokenizer, plan,
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_layers_and_texts_that_are_not_there(make_moh, tokenizer) -> None:
+def test_a_layer_that_is_not_there(make_moh, tokenizer) -> None:
     model = make_moh(vocab_size=257, num_shared_heads=1, num_active_heads=2)
     with pytest.raises(UserError, match="layer 2: the model has layers 0 to 1"):
         attention_maps(model, tokenizer, TEXT, 2)
-    tokenizer.add_bos_token = False
-    with pytest.raises(UserError, match="no tokens"):
-        attention_maps(model, tokenizer, "", 0)

@@ -18,12 +18,8 @@ import long_context
 @pytest.fixture(scope="module")
 def folders(make_llama, convert, tmp_path_factory):
     base, moh = make_llama(), tmp_path_factory.mktemp("moh") / "local"
-    assert (
-        convert(
-            base, moh, "--fallback", "local", "--local-window", "8", "--num-active-heads", "2", "--heldout-tokens", "0"
-        )
-        == 0
-    )
+    flags = ["--fallback", "local", "--local-window", "8", "--num-active-heads", "2", "--heldout-tokens", "0"]
+    assert convert(base, moh, *flags) == 0
     return base, moh
 
 
@@ -53,21 +49,8 @@ def test_the_command_goes_on_where_it_stopped(folders, tmp_path, monkeypatch, ca
     base, moh = map(str, folders)
     text = tmp_path / "long.jsonl"
     text.write_text("".join(json.dumps({"text": f"{n} " * 800}) + "\n" for n in range(3)))
-    command = [
-        "long_context.py",
-        moh,
-        "--base",
-        base,
-        "--context",
-        "640",
-        "--distances",
-        "300",
-        "--prompts",
-        "4",
-        "--json",
-        str(tmp_path / "f.json"),
-    ]
-    command.insert(2, str(text))
+    command = ["long_context.py", moh, str(text), "--base", base, "--context", "640", "--distances", "300"]
+    command += ["--prompts", "4", "--json", str(tmp_path / "f.json")]
     (tmp_path / "half.jsonl").write_text(text.read_text().splitlines()[0])
     monkeypatch.setattr(sys, "argv", [*command, "--documents", "2", "--overlap-with", str(tmp_path / "half.jsonl")])
     assert long_context.main() == 0
@@ -84,13 +67,3 @@ def test_the_command_goes_on_where_it_stopped(folders, tmp_path, monkeypatch, ca
     assert len(json.loads((tmp_path / "f.json").read_text())["prompts"]) == 4 + 2
     monkeypatch.setattr(sys, "argv", [*command, "--documents", "3", "--context", "64"])
     assert long_context.main() == 1 and "holds figures of other models or text" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", [*command[:-2], "--documents", "9"])
-    assert long_context.main() == 1 and "3 documents of 640 tokens or more" in capsys.readouterr().err
-
-
-def test_a_ratio_of_nothing_has_no_figure():
-    import numpy as np
-
-    assert long_context.ratio(np.array([[0, 4], [0, 4]]), np.array([[0, 4], [0, 4]])) == (None, None)
-    value, interval = long_context.ratio(np.array([[2, 4], [4, 4]]), np.array([[4, 4], [4, 4]]))
-    assert value == 0.75 and interval == [0.5, 1.0]

@@ -31,18 +31,6 @@ def test_every_section_has_its_rows(tmp_path, section):
     rows = rows_of(tmp_path / "rows.jsonl", section)
     assert rows and all(row["section"] == section for row in rows.values())
     assert not [row for row in rows.values() if row.get("failed") == gpu_rows.LOST]
-    timed = [row for row in rows.values() if row["cell"] and "ms" in row]
-    for row in timed:
-        for kind in ("ratio", "beyond"):
-            if kind in row:
-                median, least, most = row[kind]
-                assert least <= median <= most
-    if section == "kernels":
-        assert all(
-            row["us"] == pytest.approx(sum(us for us, _ in row["kernels"].values()), 0.1) for row in rows.values()
-        )
-    elif section not in ("facts", "correct"):
-        assert timed
 
 
 def test_backends_are_held_against_float64_and_their_sorted_calls_are_timed(tmp_path, monkeypatch):

@@ -3,8 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
-
 from moh_llm.reading import read_yaml
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -30,16 +28,6 @@ def test_what_is_not_given_is_left_out(capsys):
     run["needs"] = ["BASE", "CORPORA"]
     assert results_check.check([run], {"CORPORA": "there"}) == []
     assert "a.md: not checked, BASE not given" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("word", [" $PLACE/it", ' "$PLACE/it"'])
-def test_variables_are_put_in_as_one_word(tmp_path, word):
-    command = "import sys; print('KL', float(open(sys.argv[1]).read()))"
-    (run,) = one(0.5, command=command)
-    run["commands"] = [run["commands"][0] + word]
-    (tmp_path / "a b").mkdir()
-    (tmp_path / "a b" / "it").write_text("0.5")
-    assert results_check.check([run], {"PLACE": str(tmp_path / "a b")}) == []
 
 
 def test_a_command_that_fails_or_says_nothing_is_a_line_among_others():
