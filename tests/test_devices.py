@@ -10,13 +10,10 @@ import torch
 from moh_llm import devices
 from moh_llm.devices import (
     COMPUTE_DTYPE,
-    GPUS,
     check_group,
     choose_device,
     compute_dtype,
     computes_bfloat16_fast,
-    find_gpu,
-    name_device,
     own_device,
     peak_flops,
     world_size,
@@ -35,16 +32,7 @@ from moh_llm.errors import UserError
 )
 def test_the_longest_name_of_which_all_words_occur_wins(name, teraflops):
     assert peak_flops(name) == teraflops * 1e12
-
-
-@pytest.mark.parametrize("name", ["", "NVIDIA L40"])
-def test_of_others_nothing_is_known(name):
-    assert peak_flops(name) is None and find_gpu(name) is None
-
-
-def test_memory_is_of_the_variant_that_is_named():
-    assert find_gpu("NVIDIA A100-SXM4-40GB").memory < 40 * 2**30 < find_gpu("A100").memory
-    assert all(20 * 2**30 < gpu.memory < 192 * 2**30 for gpu in GPUS.values())
+    assert peak_flops("NVIDIA L40") is None
 
 
 def test_the_device_that_is_named_or_there_is():
@@ -64,17 +52,6 @@ def test_a_process_of_several_has_an_accelerator_of_its_own(monkeypatch: pytest.
     assert own_device() == torch.device("meta", 3)
     monkeypatch.setenv("LOCAL_RANK", "4")  # refused elsewhere
     assert own_device() == torch.device("meta")
-
-
-def test_names_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    for threads, words in ((1, ", 1 thread"), (2, ", 2 threads")):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        name = name_device(torch.device("cpu"))
-        assert name.endswith(words) and len(name) > len(words)
-    for backend in ("cuda", "xpu"):
-        monkeypatch.setattr(getattr(torch, backend), "get_device_name", lambda device: f"Card {device.index}")
-        assert name_device(torch.device(f"{backend}:3")) == "Card 3"
-    assert name_device(torch.device("mps")) == "mps"
 
 
 # ---- compute dtype
@@ -189,13 +166,8 @@ def test_a_group_that_is_not_what_was_started(launched, variables, group, messag
         check_group(group)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [{"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}, LAUNCHED | {"RANK": "1"}],
-    ids=["srun", "torchrun"],
-)
-def test_only_the_first_process_says_so(launched, variables, capsys):
-    launched(**variables)
+def test_only_the_first_process_says_so(launched, capsys):
+    launched(**LAUNCHED | {"RANK": "1"})
     with pytest.raises(SystemExit, match="2"):
         check_group(1)
     assert capsys.readouterr() == ("", "")

@@ -41,12 +41,6 @@ def test_a_leading_tilde_is_a_home_folder(home):
         expand_home("~nobody-of-that-name/moh")
 
 
-def test_a_folder_that_is_named_tilde_stays_reachable(home):
-    """Also where its name becomes a path, which drops the ``./``, and is expanded again."""
-    name = expand_home(Path(expand_home("./~/moh")))
-    assert name == os.path.abspath("./~/moh") and not name.startswith(str(home))
-
-
 # Commands whose options are no dataclass, with every path option, and how many of its values name a place in the home.
 CALLS = {
     "quickstart": ("--base ~/x --output ~/x", 2),
@@ -113,17 +107,6 @@ def test_what_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"] and (tmp_path / "out").is_symlink()
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.txt")] == ["disk/made/1.txt"]
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["made"]
-
-
-def test_what_was_killed_between_two_renames_is_found_behind_a_link(tmp_path, monkeypatch):
-    (tmp_path / "out").symlink_to("made")
-    monkeypatch.setattr("moh_llm.files._is_running", lambda process: False)
-    monkeypatch.setattr("moh_llm.files._host", lambda: "here")
-    (tmp_path / ".made.here.1.old").mkdir()
-    (tmp_path / ".made.here.1.old" / "good.txt").write_text("")
-    with pytest.raises(UserError, match="not empty"), new_folder(tmp_path / "out"):
-        pytest.fail("there is something")
-    assert (tmp_path / "out" / "good.txt").is_file()
 
 
 @pytest.fixture(scope="module")

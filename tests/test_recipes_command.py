@@ -48,8 +48,6 @@ def test_copies_are_the_files_and_replace_none(tmp_path, monkeypatch, capsys) ->
     assert main(["recipes", "copy", "recipes/evaluate_paper.yaml", "data_mixtures"]) == 2
     assert capsys.readouterr().err.startswith("error: data_mixtures/paper.yaml exists already; ")
     assert Path(wanted[0]).read_text() == "mine" and not Path("recipes/evaluate_paper.yaml").exists()
-    assert main(["recipes", "copy", wanted[1], "--output", wanted[0]]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {wanted[0]}/recipes/launch/one_node.sh cannot be written: ")
 
 
 @pytest.mark.parametrize("name", ["paper", "recipes/../README.md", str(ROOT / "README.md")])
