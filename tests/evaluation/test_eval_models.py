@@ -79,17 +79,6 @@ def test_tensors_and_settings_that_transformers_ignores_are_no_reason_to_refuse(
     check_model(str(model))
 
 
-def test_neither_folder_nor_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoConfig
-
-    def refuse(name: str, trust_remote_code: bool) -> None:
-        raise OSError(f"{name} is not a local folder\nand a long story")
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
-    with pytest.raises(UserError, match=r"^out/gone is neither a folder here nor a model on the Hub \(.*folder\)$"):
-        check_model("out/gone")
-
-
 def test_description_has_what_the_conversion_found_at_long_context(tiny_llama: Path, tmp_path: Path) -> None:
     """But not of a tuned model, which is not the one that was verified."""
     moh = tmp_path / "moh"

@@ -120,8 +120,6 @@ def test_report_json(smoke_report: Path, tiny_moh: Path) -> None:
     assert report["dtype"] == "float32"
     values = [row["scores"]["model"]["value"] for row in report["benchmarks"]]
     assert report["average"]["scores"]["model"]["value"] == pytest.approx(sum(values) / 3)
-    assert report["limit"] is None and report["errors"] == [] and report["partial_data"] == []
-    assert set(report["versions"]) == {"moh_llm", "torch", "transformers", "lm_eval", "datasets", "python"}
     assert "--suite smoke" in report["command"]
     about = report["models"]["model"]
     assert about["records"] == [str(tiny_moh / name) for name in ("conversion.json", "lineage.json")]

@@ -56,14 +56,6 @@ def test_missing_data_is_named_in_one_line(tmp_path: Path) -> None:
         check_data(load_suite("paper"), tmp_path / "nowhere")
 
 
-def test_broken_json_and_too_few_examples_are_named_together(own: Path, load: Load) -> None:
-    (own / "data" / "facts" / "test.jsonl").write_text('{"sentence": "The end is mis\n')
-    stories = own / "data" / "stories" / "train.jsonl"
-    stories.write_text(stories.read_text(encoding="utf-8").splitlines()[0] + "\n")
-    with pytest.raises(UserError, match=r"Facts \(.*Stories \(moh_smoke_stories has 1 examples in train, 2 are shown"):
-        load()
-
-
 def test_metrics_and_filters_that_tasks_lack_are_named_together(own: Path, load: Load) -> None:
     change(own / "own.yaml", "metric: acc\n    task: moh_smoke_facts", "metric: acc_norm\n    task: moh_smoke_facts")
     change(own / "own.yaml", "filter: first_word", "filter: strict-match")
@@ -207,13 +199,3 @@ def test_unreadable_files_are_named(tmp_path: Path, text: bytes, message: str) -
     file.write_bytes(text)
     with pytest.raises(UserError, match=message):
         read_splits({"test": str(file)})
-
-
-def test_rows_are_those_of_the_library(shared_benchmarks: Path, tmp_path: Path) -> None:
-    """Every kind of field: numbers, lists of strings, lists within records."""
-    import datasets
-
-    for file in ("cais__mmlu/anatomy/test", "truthfulqa__truthful_qa/multiple_choice/validation"):
-        path = str(shared_benchmarks / f"{file}.jsonl")
-        theirs = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path))
-        assert read_splits({"x": path})["x"].to_list() == theirs.to_list()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from records import read, report
 
-from moh_llm.evaluation.run_tables import recipe
 from moh_llm.evaluation.runs import group_runs, read_runs
 
 MakeRun = Callable[..., Path]
@@ -80,18 +79,6 @@ def test_router_health(make_run: MakeRun, log_lines: LogLines, routing: Callable
         assert line in page
 
 
-def test_a_run_without_a_base_to_compare_with(make_run: MakeRun, log_lines: LogLines) -> None:
-    lines = log_lines(6, 3, 0.3)
-    for line in lines:
-        line.pop("kl", None)
-        if "validation" in line:
-            line["validation"] = {"tokens": 512, "documents": 12, "perplexity": 30.0 - line["step"]}
-    run = make_run("run", lines=lines)
-    assert report(run) == 0
-    table = "| tokens | documents | perplexity |\n| ---: | ---: | ---: |\n| 0 | 12 | 30.000 |\n| 96 | 12 | 27.000 |"
-    assert table in markdown(run)
-
-
 def test_seeds_of_one_recipe_are_a_group(make_run: MakeRun, tmp_path: Path) -> None:
     scales = {"plain-s0": 0.3, "plain-s1": 0.32, "plain-s2": 0.37}
     runs = [make_run(name, seed=seed, scale=scale) for seed, (name, scale) in enumerate(scales.items())]
@@ -114,10 +101,7 @@ def test_seeds_of_one_recipe_are_a_group(make_run: MakeRun, tmp_path: Path) -> N
     assert middle["matched"]["ratio"] == {"mean": pytest.approx(1.05), "std": None}
     assert list(end) == ["plain"]  # the other run is not there yet
     page = (tmp_path / "report" / "report.md").read_text()
-    assert "| group | runs | seeds | max_steps | objective.layer_coefficient |" in page
-    assert "| 96 | matched | 1 | 12 | 1.0500 (1.0400 to 1.0700) |" in page  # the interval of its documents
     assert f"| 96 | plain | 3 | 12 | {mean:.4f} ± {std:#.2g} |" in page
-    assert "same held-out text" not in page
 
 
 def test_groups_have_names_of_their_own(make_run: MakeRun) -> None:
@@ -150,19 +134,11 @@ def test_what_is_no_sample_of_one_recipe_is_another_group(make_run: MakeRun, tmp
     assert "not scored on the same held-out text" in page and "KL: to the reference." in page
 
 
-def test_names_are_as_short_as_they_can_be(make_run: MakeRun) -> None:
-    folders = [make_run(name) for name in ("one/run", "two/run", "two/more")]
-    assert [run.name for run in read_runs(folders)] == ["one/run", "two/run", "two/more"]
-    assert [run.name for run in read_runs(folders[1:])] == ["run", "more"]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("run.json", None, "run holds no run.json; name a folder that moh-llm train made"),
         ("run.json", '{"plan": 1}', "run.json lacks status"),
-        ("log.jsonl", None, "log.jsonl (No such file or directory); wait for the run's first step"),
-        ("log.jsonl", '{"step": 0', "log.jsonl holds no step yet"),
         ("log.jsonl", '{"step": 0}\n{"step": \n{"step": 2}\n', "log.jsonl: line 2 cannot be read as JSON"),
     ],
 )
@@ -179,15 +155,12 @@ def test_what_is_no_run_is_refused(make_run: MakeRun, capsys, name: str, content
 
 def test_places_that_cannot_be_used_are_refused(make_run: MakeRun, tmp_path: Path, capsys) -> None:
     one, two = make_run("one"), make_run("two")
-    for folder in (tmp_path / "full", one / "report"):
-        folder.mkdir()
-        (folder / "mine.txt").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
     for arguments, message in (
         ([tmp_path / "none"], "none is not a folder"),
         ([one, two], "name one with --output"),
-        ([one, tmp_path / "full" / ".." / "one", "--output", tmp_path / "new"], "one is named twice"),
         ([one, "--output", tmp_path / "full"], "is not empty; pass --overwrite"),
-        ([one], "report exists and is not empty; pass --overwrite"),
         ([one, two, "--output", one, "--overwrite"], "would replace"),
         ([one, "--output", tmp_path, "--overwrite"], "would replace"),
     ):
@@ -204,10 +177,3 @@ def test_matplotlib_is_asked_for_by_name(make_run: MakeRun) -> None:
     found = subprocess.run([sys.executable, "-c", without, "report", str(run)], capture_output=True, text=True)
     assert found.returncode == 2 and 'pip install "moh-llm[report]"' in found.stderr
     assert not (run / "report").exists()
-
-
-def test_options_are_those_of_the_recipe(make_run: MakeRun) -> None:
-    (run,) = read_runs([make_run("run", recipe={"schedule": {"warmup_steps": 7}})])
-    found = dict(recipe(run))
-    assert found["schedule.warmup_steps"] == "7" and found["optimizer.learning_rate"] == "5e-05"
-    assert found["objective.temperature"] == "1" and found["seed"] == "0"

