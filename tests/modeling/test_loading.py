@@ -1,12 +1,10 @@
 """The ways in which people load a model, and that what was published stays loadable."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import clean_forks
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,9 +14,6 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaForSeq
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "shared_heads": [[2], [1]], "router_type": "linear"}
 PLAN |= {"head_fallback": "value"}
-LOAD = "for auto in AutoConfig, AutoModelForCausalLM: print(type(auto.from_pretrained({folder!r})).__module__)"
-CLASSES = ["moh_llm.modeling.configuration_moh_llama", "moh_llm.modeling.modeling_moh_llama"]
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -30,22 +25,6 @@ def folder(make_pair, byte_tokenizer, tmp_path) -> Path:
     tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "moh")
     return tmp_path / "moh"
-
-
-@pytest.mark.slow
-def test_nor_does_it_matter_which_is_imported_first(folder, tmp_path):
-    """In a process that had imported transformers, and never `moh_llm`."""
-    script, empty = tmp_path / "script.py", tmp_path / "empty"
-    empty.mkdir()
-    imports = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom transformers import AutoConfig, AutoModelForCausalLM"
-    )
-    script.write_text(f"{imports}\nimport moh_llm\n{LOAD.format(folder=str(folder))}")
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = clean_forks.run([sys.executable, "-I", str(script)], cwd=empty, env=environment)
-    assert done.returncode == 0, done.stderr
-    names = [line for line in done.stderr.splitlines() if line.startswith("moh_llm.")]
-    assert names == CLASSES
 
 
 def test_import_moh_llm_loads_no_torch():

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.modeling.routing_moh import HeadShard, MoHRouter
+from moh_llm.modeling.routing_moh import HeadShard
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
@@ -119,13 +119,3 @@ def test_key_value_heads_that_do_not_divide_are_refused(make_pair) -> None:
     weight = SimpleNamespace(device_mesh=SimpleNamespace(ndim=1, size=lambda: 3))
     with pytest.raises(ValueError, match="4 key-value heads cannot be split over 3 devices"):
         HeadShard.from_weight(weight, 8 / 3, model.config)
-
-
-def test_a_shard_takes_its_heads() -> None:
-    shard = HeadShard(4, 2, None)
-    assert shard.take(torch.arange(8)).tolist() == [4, 5]
-    plan = LOCAL | {"router_type": "threshold", "num_shared_heads": 2, "num_active_heads": 4}
-    sizes = {"hidden_size": 32, "num_attention_heads": 8, "num_hidden_layers": 1}
-    router = MoHRouter(MoHLlamaConfig(**sizes, **plan, shared_heads=[[3, 5]], never_on_heads=[[0, 4]]), 0)
-    assert router.kinds() == ((3, 5), (0, 4))
-    assert router.kinds(shard) == ((1,), (0,))  # by their numbers there
