@@ -135,16 +135,6 @@ def test_samples_are_what_the_whole_model_shows(run, rows, held_out, seed):
         assert torch.equal(sample.o_proj, own.self_attn.o_proj.weight)
 
 
-def test_first_layer_comes_first_with_its_fits(run):
-    _, calibrated, samples = run
-    found = calibrated(make_batches(4))
-    for layer, sample in zip(found, samples[::-1], strict=True):
-        fitter = LayerFitter(sample, 1, True)
-        assert (layer.shared_heads, layer.importance) == (fitter.shared_heads, fitter.importance)
-        assert {n: fit.cost for n, fit in layer.fits.items()} == {n: fitter.fit(n).cost for n in (1, 2, 3)}
-    assert found[0].costs != found[1].costs
-
-
 def test_numbers_between_fits_are_interpolated_and_take_the_lower_fit():
     fits = {drops: RoutingFit(drops, cost, {}, [0]) for drops, cost in ((2, 0.4), (3, 1.0), (7, 2.0))}
     layer = LayerCalibration([0], [], fits)

@@ -130,25 +130,6 @@ def test_a_fallback_is_least_squares_over_the_tokens_that_drop_the_head(dropped,
         np.testing.assert_allclose([(residual * values).sum(), (residual * part).sum()], 0, atol=1e-5)
 
 
-@pytest.mark.parametrize("varies", [False, True], ids=["constant share", "share linear in the input"])
-def test_heads_of_the_fallbacks_form_cost_nothing(varies):
-    sample = make_sample(4, groups=2)
-    # Inputs of equal variance in all directions, so that the ridge shrinks a share as one; each with v and
-    # with -v, so that the vector b is found by its mean.
-    generator = torch.Generator().manual_seed(1)
-    half = torch.randn(sample.fitted // 2, 8, generator=generator)
-    half = torch.linalg.qr(half - half.mean(0))[0] * len(half) ** 0.5
-    sample.inputs[: sample.fitted] = torch.cat([half, half])
-    sample.values[:, sample.fitted // 2 : sample.fitted] = -sample.values[:, : sample.fitted // 2]
-    slope = 0.05 * varies * torch.randn(4, 8, generator=generator)
-    share = (sample.inputs @ slope.T + torch.tensor([0.0, 0.2, 0.4, 0.6])).T[..., None]
-    sample.heads = torch.randn(4, 1, 3, generator=generator) + share * sample.values
-    whole, own = (LayerFitter(sample, [0], fallback) for fallback in (False, True))
-    for dropped in (1, 3):
-        assert own.fit(dropped).cost < 1e-7 * whole.fit(dropped).cost
-    assert max(own.importance) < 1e-7 * min(whole.importance)
-
-
 def test_importance_shares_the_heads_or_groups_that_no_fallback_replaces():
     sample = make_sample(5)
     sample.heads *= torch.tensor([1.0, 0.1, 3.0, 0.1, 2.0])[:, None, None]

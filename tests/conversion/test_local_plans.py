@@ -1,7 +1,6 @@
 """The benchmark that converts a base in several ways writes what the converter writes."""
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -51,17 +50,3 @@ def test_each_model_is_the_converters(base, text, convert, read_tensors, tmp_pat
     assert local_plans.main() == 1 and "0.6-threshold-head-16" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*command, "--streaming", "--fallback", "value", "--routers", "none"])
     assert local_plans.main() == 1 and "--streaming plans have local fallbacks" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_of_the_ways_to_choose_heads_the_oracle_is_the_best(base, text, monkeypatch, capsys):
-    command = f"local_plans.py {base} --estimate --calibration {text} --context 128 --windows 16"
-    monkeypatch.setattr(sys, "argv", [*command.split(), "--keys", "0.7", "0.4", "--calibration-tokens", "8192"])
-    assert local_plans.main() == 0
-    lines = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
-    table = {line[0]: [float(cell.split()[0]) for cell in line[1:3]] for line in lines if len(line) == 3}
-    assert len(table) == 2 + 3 + 6
-    for number in (0, 1):
-        costs = {name: row[number] for name, row in table.items() if name not in ("keys read", "heads on")}
-        assert costs["oracle"] == min(costs.values()) and all(cost > 0 for cost in costs.values())
-    assert all(low > high for low, high in zip(table["fixed"][1:], table["fixed"], strict=False))

@@ -28,28 +28,17 @@ def by_group(**options):
         (by_value(), 32, 32, (4, 720)),
         (by_value(), 9, 9, (1, 202)),  # 202.5, half to even
         (by_value(keys=0.77), 9, 9, (1, 207)),  # 207.9
-        (by_value(num_active_heads=2), 32, 32, (2, 60)),
-        (by_value(num_shared_heads=0), 9, 9, (0, 202)),
-        (by_value(), 1, 1, (1, 30)),
         (by_value(budgets="even"), 9, 9, (1, 180)),
         (by_value(budgets="even", keys=15 / 22), 22, 22, (2, 450)),  # the product is a little below 15
-        (PlanOptions(router="query_norm"), 9, 9, (1, 180)),
         (PlanOptions(preset="paper"), 32, 32, (16, 720)),
-        (PlanOptions(preset="paper"), 9, 9, (4, 180)),
-        (PlanOptions(preset="paper"), 1, 1, (0, 30)),
         (PlanOptions(preset="paper", num_active_heads=7), 9, 9, (4, 210)),
-        (PlanOptions(preset="paper", keys=0.8), 9, 9, (4, 210)),
         (PlanOptions(preset="paper", router="linear", fallback="local"), 9, 9, (4, 180)),
         (PlanOptions(), 9, 9, (0, 202)),
         (PlanOptions(router="linear", num_shared_heads=2), 9, 9, (2, 202)),
         (by_group(), 9, 3, (0, 204)),  # 67.5 groups, half to even
         (by_group(num_active_heads=7), 9, 3, (0, 210)),
-        (by_group(num_shared_heads=3), 9, 3, (3, 204)),
         (by_group(budgets="even", keys=2 / 3), 9, 3, (0, 180)),
         (by_group(), 64, 32, (8, 1440)),
-        (by_group(num_active_heads=2), 32, 16, (2, 60)),
-        (by_group(), 8, 1, (0, 240)),
-        (PlanOptions(preset="paper", routing_granularity="kv_group"), 9, 3, (3, 180)),
         (PlanOptions(preset="paper", routing_granularity="kv_group"), 28, 4, (14, 630)),
     ],
 )
@@ -73,8 +62,6 @@ def test_the_window_of_local_fallbacks_follows_the_context(context, given, windo
     [
         ({"num_shared_heads": 1}, 30, "num_shared_heads=1 splits key-value groups"),
         ({"num_shared_heads": 4, "num_active_heads": 6}, 30, "must be a multiple of 3 (heads per group): 0, 3, 6, 9"),
-        ({"num_active_heads": 7, "budgets": "even"}, 30, "multiple of 3 (heads per group): 3, 6, 9"),
-        ({"num_active_heads": 7, "num_shared_heads": 6}, 5, "multiple of 3 (heads per group): 6, 9"),
         ({"num_active_heads": 2}, 30, "num_active_heads=2 must lie between 3 and num_attention_heads=9"),
     ],
 )
@@ -95,11 +82,8 @@ def test_an_uneven_total_of_whole_groups_need_not_be_even():
         (PlanOptions(), ("threshold", True, "local", True)),
         (by_value(), ("linear", True, "value", True)),
         (PlanOptions(fallback="none", budgets="even"), ("linear", False, "none", True)),
-        (PlanOptions(router="query_norm"), ("query_norm", False, "none", False)),
         (PlanOptions(preset="paper"), ("query_norm", False, "none", False)),
-        (PlanOptions(preset="paper", shared="importance"), ("query_norm", False, "none", True)),
         (PlanOptions(preset="paper", router="linear", fallback="value"), ("linear", False, "value", True)),
-        (PlanOptions(preset="paper", router="linear", budgets="uneven"), ("linear", True, "none", True)),
     ],
 )
 def test_what_follows_from_the_router(options, expected):
@@ -110,22 +94,13 @@ def test_what_follows_from_the_router(options, expected):
     ("options", "message"),
     [
         ({"num_active_heads": 99}, "num_active_heads=99 must lie between 0 and num_attention_heads=4"),
-        ({"num_active_heads": 0, "fallback": "value"}, "num_active_heads=0 must lie between num_shared_heads=1 and"),
         ({"num_shared_heads": 3, "num_active_heads": 2}, "num_active_heads=2 must lie between num_shared_heads=3 and"),
-        (
-            {"num_shared_heads": 0, "num_active_heads": 0, "fallback": "value"},
-            "num_active_heads=0 must lie between 1 and",
-        ),
-        ({"num_shared_heads": 5}, "num_shared_heads=5 must lie between 0 and num_attention_heads=4"),
-        ({"num_shared_heads": -1}, "num_shared_heads=-1 must lie between 0 and num_attention_heads=4"),
         ({"keys": 1.5}, "keys=1.5 must be at most 1"),
-        ({"keys": 0.0}, "keys=0.0 must be greater than 0"),
         ({"keys": 0.1, "context": 2048, "local_window": 256}, "which have all heads on, and fallbacks read at 2048"),
         ({"router": "threshold", "fallback": "value"}, "fitted with local fallbacks; add --fallback local"),
         ({"router": "none", "num_shared_heads": 1}, "drop --num-shared-heads"),
         ({"keys": 0.5, "num_active_heads": 2}, "--num-active-heads or --keys, not both"),
         ({"router": "query_norm", "budgets": "uneven"}, "fitted together with the linear router; drop query_norm"),
-        ({"preset": "paper", "fallback": "value"}, "fitted together with the linear router; drop query_norm"),
     ],
 )
 def test_impossible_options_are_named(options, message):
@@ -148,14 +123,10 @@ def test_drops_of_even_and_empty_plans():
     assert drops_to_fit(PlanOptions(), llama(9)) == [*range(10)]
     assert drops_to_fit(PlanOptions(budgets="even"), llama(32)) == [8]
     assert drops_to_fit(by_value(), llama(32)) == [1, *range(2, 29, 2)]
-    assert drops_to_fit(by_value(budgets="even"), llama(32)) == [8]
     assert drops_to_fit(by_value(budgets="even", num_active_heads=32), llama(32)) == [1]
     assert drops_to_fit(PlanOptions(preset="paper"), llama(32)) == []
-    assert drops_to_fit(by_value(), llama(1)) == []
     assert drops_to_fit(by_value(num_shared_heads=4), llama(4)) == []
     assert drops_to_fit(by_group(), llama(9, num_key_value_heads=3)) == [3, 6]
-    assert drops_to_fit(by_group(budgets="even"), llama(32, num_key_value_heads=8)) == [8]
-    assert drops_to_fit(by_group(), llama(8, num_key_value_heads=1)) == []
 
 
 def test_config_holds_ids_and_budgets_of_each_layer():

@@ -47,25 +47,6 @@ def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> boo
     return some.keys() == others.keys() and all(same)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["moh", "mixed"])
-@pytest.mark.parametrize(
-    "plan",
-    [["--num-active-heads", "2"], ["--fallback", "value", "shared=importance"], ["--preset", "paper"]],
-    ids=["fewer active", "value", "paper"],
-)
-def test_a_new_plan_is_that_of_the_base(request, base, convert, read_tensors, one_thread, tmp_path, source, plan):
-    """What the first plan was leaves no trace: the tensors are those of converting the base itself."""
-    assert convert(base, tmp_path / "direct", *plan) == 0
-    assert convert(request.getfixturevalue(source), tmp_path / "again", *plan) == 0
-    direct, again = read_tensors(tmp_path / "direct"), read_tensors(tmp_path / "again")
-    assert equal(dense_part(again), read_tensors(base))
-    assert equal(again, direct)
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("direct", "again")]
-    assert configs[0] == configs[1]
-    MoHLlamaForCausalLM.from_pretrained(tmp_path / "again")
-
-
 def test_groups_are_forgotten_where_heads_are_asked_for(base, convert, read_tensors, one_thread, tmp_path):
     flags = ["--routing-granularity", "kv_group", "--num-shared-heads", "0", "--heldout-tokens", "0"]
     assert convert(base, tmp_path / "groups", *flags) == 0

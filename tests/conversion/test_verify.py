@@ -1,6 +1,5 @@
 """The proof can fail, and its figures are those of whole models."""
 
-import json
 import shutil
 
 import numpy as np
@@ -112,28 +111,6 @@ def test_figures_are_those_of_a_loop_over_positions(folders, batches, convert, t
     assert proof.base_perplexity == pytest.approx(reference, rel=1e-5)
     assert (proof.held_out_tokens, proof.held_out_documents) == (count, 6) and count == 3 * 30
     assert (proof.dtype, proof.all_heads_active.tokens) == ("float32", 64)
-
-
-def test_head_load_is_the_share_of_tokens_that_have_a_head_on(folders, batches, one_thread):
-    base, moh = folders
-    proof = verify(layerwise(base), layerwise(moh), batches, progress=False)
-    config = AutoConfig.from_pretrained(moh)
-    gates = []
-    model = MoHLlamaForCausalLM.from_pretrained(moh).eval()
-    for router in model.routers:
-        router.register_forward_hook(lambda m, args, output: gates.append(output[1].flatten(0, -2)))
-    for batch in batches:
-        logits_of(model)(batch)
-    for layer, load in enumerate(proof.head_load):
-        assert load == pytest.approx(torch.cat(gates[layer::3]).mean(0).tolist(), abs=1e-4)
-        assert all(load[head] == 1 for head in config.shared_heads_per_layer[layer])
-
-
-def test_nothing_is_lost_with_all_heads_active(make_llama, convert, tmp_path):
-    assert convert(make_llama(), tmp_path / "moh", "--num-active-heads", "4") == 0
-    proof = json.loads((tmp_path / "moh" / "conversion.json").read_text())["verification"]
-    assert all(load == [1, 1, 1, 1] for load in proof["head_load"])
-    assert (proof["converted"]["kl"], proof["converted"]["perplexity_ratio"]) == (0, 1)
 
 
 def test_a_failed_proof_leaves_no_folder(make_llama, convert, tmp_path, monkeypatch, capsys):
