@@ -46,13 +46,6 @@ def test_scripts_are_the_commands(script, tmp_path):
     assert f"usage: moh-llm {script.removesuffix('.py')}" in done.stdout
 
 
-def test_serve_refuses_in_a_line_what_is_no_model(tmp_path, capsys):
-    pytest.importorskip("uvicorn")
-    assert main(["serve", str(tmp_path / "nothing"), "--port", "8000"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and "nothing does not exist" in error and error.count("\n") == 1
-
-
 def test_new_folder_keeps_the_old_on_failure(tmp_path):
     output = tmp_path / "out"
     with new_folder(output) as folder:
@@ -62,15 +55,6 @@ def test_new_folder_keeps_the_old_on_failure(tmp_path):
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in output.iterdir()] == ["a.json"]
-
-
-def test_public_names_are_imported_on_use():
-    import moh_llm
-    from moh_llm.modeling import MoHLlamaForCausalLM
-
-    assert moh_llm.MoHLlamaForCausalLM is MoHLlamaForCausalLM
-    with pytest.raises(AttributeError, match="has no attribute 'MoHLlama'"):
-        _ = moh_llm.MoHLlama
 
 
 def test_interrupt_is_one_line(monkeypatch, capsys, tmp_path):

@@ -9,33 +9,12 @@ from moh_llm.analysis.heads import (
     attention_maps,
     attention_patterns,
     last_routed_layer,
-    shared_heads,
     token_strings,
     watch,
 )
 from moh_llm.errors import UserError
 
 TEXT = "A mill, two boats"
-
-
-def test_a_pass_holds_what_the_loops_compute(make_moh, batch, recompute, plan) -> None:
-    model = make_moh(**plan)
-    seen = []
-    with attention_patterns(model):
-        assert watch(model, [batch], seen.append) == 27
-    assert [one.layer for one in seen] == [0, 1]
-    for one, naive in zip(seen, recompute(model, [batch]), strict=True):
-        heads = model.config.num_attention_heads
-        assert one.on.flatten(0, 1).tolist() == (naive.gates != 0).tolist()
-        got = one.heads.flatten(0, 1)
-        torch.testing.assert_close(got, torch.from_numpy(naive.heads), atol=1e-5, rtol=1e-5)
-        off = torch.from_numpy(naive.gates == 0)
-        assert bool(got[off].any()) == (model.config.head_fallback != "none" and bool(off.any()))
-        patterns = torch.stack([torch.from_numpy(pattern) for pattern in naive.patterns]).view(3, 9, heads, 9)
-        torch.testing.assert_close(one.patterns.transpose(1, 2).double(), patterns, atol=1e-5, rtol=1e-4)
-        local = model.config.never_on_heads_per_layer[one.layer]
-        assert sorted([*shared_heads(one.router), *one.router.routed_heads, *local]) == list(range(heads))
-        assert shared_heads(one.router) == model.config.shared_heads_per_layer[one.layer]
 
 
 def test_a_weighted_score_of_zero_is_still_on(make_moh, batch) -> None:

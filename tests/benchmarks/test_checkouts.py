@@ -43,14 +43,3 @@ def test_a_checkout_beside_itself_without_the_package(model, river, tmp_path):
     median, least, most = found["seconds"]
     assert 0 < least <= median <= most
     assert ("mib" in found) == Path("/proc/self/clear_refs").exists()
-
-
-def test_the_code_beside_the_copy_is_the_checkouts(model, tmp_path):
-    checkout = tmp_path / "checkout" / "moh_llm" / "modeling"
-    checkout.mkdir(parents=True)
-    for name in ("__init__.py", "modeling_moh_llama.py"):
-        (checkout / name).write_text("# new")
-    copy = checkouts.with_code(model, tmp_path / "checkout", tmp_path / "copy")
-    assert [path.name for path in copy.glob("*.py")] == ["modeling_moh_llama.py"]
-    assert (copy / "modeling_moh_llama.py").read_text() == "# new"
-    assert (copy / "config.json").samefile(model / "config.json")

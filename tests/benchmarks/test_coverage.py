@@ -1,6 +1,5 @@
 """The coverage that is published is of the intervals that are printed."""
 
-import argparse
 import importlib.util
 import sys
 from pathlib import Path
@@ -15,13 +14,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 _spec = importlib.util.spec_from_file_location("interval_coverage", Path(sys.path[-1]) / "coverage.py")
 coverage = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(coverage)
-
-
-def test_intervals_of_items_beside_others():
-    args = argparse.Namespace(draws=150, seed=0)
-    found = coverage.cover_scores(30, 0.7, 0.02, 1.0, args)
-    assert found["difference: printed"] > 0.93 and found["share: printed"] > 0.93 > 0.7 > found["difference: errors"]
-    assert (0.3, 1.0) in list(coverage.settings(0.3)) and (0.9, 0.5) not in list(coverage.settings(0.3))
 
 
 def test_newcombes_interval_is_as_published():

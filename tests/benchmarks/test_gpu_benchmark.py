@@ -11,11 +11,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu
-import gpu_backends
 import gpu_rows
-
-from moh_llm import attention
-from moh_llm.attention.flex import flex_attention
 
 SMALL = gpu_rows.SMALL
 
@@ -31,22 +27,6 @@ def test_every_section_has_its_rows(tmp_path, section):
     rows = rows_of(tmp_path / "rows.jsonl", section)
     assert rows and all(row["section"] == section for row in rows.values())
     assert not [row for row in rows.values() if row.get("failed") == gpu_rows.LOST]
-
-
-def test_backends_are_held_against_float64_and_their_sorted_calls_are_timed(tmp_path, monkeypatch):
-    # FlexAttention runs on a CPU as long as it is not compiled, without gradients.
-    monkeypatch.setitem(attention.BACKENDS, "flex", (flex_attention, lambda *args, **kwargs: None))
-    rows = rows_of(tmp_path / "rows.jsonl", "correct")
-    own = [row for row in rows.values() if row["peer"].endswith("flex, forward")]
-    assert own and all(row["error"] < 1e-5 for row in own), own
-    rows = rows_of(tmp_path / "rows.jsonl", "sorted")
-    for peer in ("flex, 100 %", "flex, 50 %", "flex, whole, 50 %", "plan, 50 %"):
-        row = gpu.at(rows, "sorted", f"{SMALL.lengths[0]}, forward", peer)
-        assert {"ms", "ratio"} <= row.keys(), row
-    unit = list(gpu_backends.compile_units(SMALL)).index("flex, llama3-8b, forward")
-    assert gpu.measure("compile", tmp_path / "rows.jsonl", time.time() + 600, SMALL, unit) == 0
-    rows = gpu_rows.read_rows(tmp_path / "rows.jsonl")
-    assert "seconds" in gpu.at(rows, "compile", "", "flex, llama3-8b, forward")
 
 
 def test_a_section_without_time_is_cut_and_what_was_measured_is_not_measured_again(tmp_path):

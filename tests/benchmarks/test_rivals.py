@@ -11,16 +11,14 @@ import torch
 from layer_samples import make_sample
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from moh_llm.conversion.fit import LayerSample
 from moh_llm.conversion.plan import PlanOptions, build_config
 from moh_llm.data.mixture import mixture_from_arguments
 from moh_llm.metrics import logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
-from moh_llm.modeling.routing_moh import select_top_k
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import rivals
-from baselines.routers import RouterFitter, TopKLabelRouter
+from baselines.routers import RouterFitter
 from local_plans import calibration_part
 
 BUDGET = 4
@@ -131,25 +129,3 @@ def test_costs_are_of_the_heads_that_the_router_drops():
         effects.append((error @ sample.gradients[token - sample.fitted]).item())
     assert fit.cost == pytest.approx(np.square(effects).mean() / 2, rel=1e-5)
     assert (fit.dropped, fit.shared_heads, fit.tensors) == (2, [0], {})
-
-
-def test_the_mlp_learns_which_heads_are_large():
-    """Of three heads each token has a large one, by the sign of two inputs; what it says is of inputs as they are."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(3000, 6, generator=generator) * torch.tensor([1.0, 30.0, 1, 1, 1, 1]) + torch.tensor(
-        [0, 50.0, 0, 0, 0, 0]
-    )
-    large = torch.where(inputs[:, 0] > 0, 0, torch.where(inputs[:, 1] > 50, 1, 2))
-    heads = torch.randn(3, 3000, 2, generator=generator) * 0.01
-    heads[large, torch.arange(3000)] += 1
-    empty = torch.zeros(0)
-    sample = LayerSample(inputs, heads, heads, empty, empty, empty, 2000)
-    plan = PlanOptions(num_active_heads=1, num_shared_heads=0, fallback="none")
-    config = LlamaConfig(hidden_size=6, num_attention_heads=3, num_hidden_layers=1, head_dim=2, vocab_size=8)
-    built = build_config(config, plan, [[]], [1])
-    built.router_type = "query_norm"
-    router = TopKLabelRouter(built, 0)
-    router.train_on(sample, 1)
-    logits = router(inputs[None, 2000:], torch.zeros(1, 1000, 3, 2))[0][0]
-    right = select_top_k(logits, 1).argmax(-1) == large[2000:]
-    assert right.float().mean() > 0.9

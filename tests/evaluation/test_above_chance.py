@@ -125,31 +125,6 @@ def test_figures_are_those_of_plain_loops_and_it_goes_on(command, tiny_llama, ti
     assert status == 0 and again["rows"] == record["rows"] and "answers are kept" in printed.err
 
 
-def test_the_right_answer_of_each_form(command, tiny_llama, tmp_path):
-    """SciQ's letters stand for options in the order of the alphabet; WinoGrande has a prompt for each option."""
-    assert command("--only", "SciQ", "WinoGrande", "--items", "3")[0] == 0
-    lines = (next((tmp_path / "out" / "samples" / "base").glob("SciQ_letters*.jsonl"))).read_text().splitlines()
-    for line, row in zip(lines, DATA["allenai__sciq/default/test"], strict=False):
-        sample, options = json.loads(line), sorted(row[key] for key in row if key.startswith(("dis", "corr")))
-        assert sample["prompt"].endswith(
-            "\n" + "".join(f" {c}. {o}\n" for c, o in zip("ABCD", options, strict=True)) + "Answer:"
-        )
-        assert sample["target"] in (options.index(row["correct_answer"]), str(options.index(row["correct_answer"])))
-    from moh_llm.evaluation.processes import AnswerCache
-    from moh_llm.evaluation.runner import score
-    from moh_llm.evaluation.tasks import load_tasks
-
-    suite = above_chance.chosen(above_chance.load_suite(str(above_chance.SUITE)), ["WinoGrande"])
-    data, cache = tmp_path / "data", AnswerCache(tmp_path / "out")
-    result = score({"base": str(tiny_llama)}, suite, data, 3, cache=cache, log_samples=True)["base"]
-    (cloze,) = (one for one in load_tasks(suite, tmp_path / "tasks", data, 3) if "cloze" in one.benchmark.name)
-    items = above_chance.items_of(result, cloze, cache, "base", 3)
-    for gold, row in zip(items.gold, DATA["allenai__winogrande/winogrande_xl/validation"], strict=False):
-        option = row[f"option{row['answer']}"]
-        expected = log_likelihood(tiny_llama, row["sentence"].partition("_")[0] + option, " was wet.")
-        assert gold == pytest.approx(expected, abs=1e-4)
-
-
 def test_the_better_form_is_the_bases_and_a_base_at_chance_has_no_share():
     right = {"base": {"X cloze": 0.5, "X letters": 0.9, "Y": 0.25}, "m": {"X cloze": 0.8, "X letters": 0.7, "Y": 1.0}}
 
