@@ -262,16 +262,6 @@ def test_a_folder_may_have_an_at_sign_in_its_name(base, tmp_path, monkeypatch):
 # ---- links
 
 
-def test_a_base_whose_files_are_links_into_a_hub_cache(base, convert, tmp_path):
-    cached = tmp_path / "models--me--base"
-    (cached / "blobs").mkdir(parents=True)
-    (cached / "snapshots" / "c0ffee").mkdir(parents=True)
-    for number, file in enumerate(sorted(base.iterdir())):
-        shutil.copyfile(file, cached / "blobs" / f"{number:040x}")
-        (cached / "snapshots" / "c0ffee" / file.name).symlink_to(f"../../blobs/{number:040x}")
-    assert convert(cached / "snapshots" / "c0ffee", tmp_path / "moh", *PAPER) == 0
-
-
 LINKED = ["LICENSE.txt", "config.json", "model.safetensors", "additional_chat_templates/tool_use.jinja"]
 
 

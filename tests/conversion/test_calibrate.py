@@ -145,15 +145,6 @@ def test_numbers_between_fits_are_interpolated_and_take_the_lower_fit():
     assert LayerCalibration([0, 1], [], fits, group_size=2).costs == pytest.approx({2: 0.4, 4: 0.7, 6: 1.0})
 
 
-def test_the_same_seed_gives_the_same_fits(run, one_thread):
-    _, calibrated, _ = run
-    one, two, other = (calibrated(make_batches(2, 2), seed=seed) for seed in (5, 5, 6))
-    for a, b in zip(one, two, strict=True):
-        assert a.costs == b.costs
-        assert all(torch.equal(a.fits[3].tensors[name], tensor) for name, tensor in b.fits[3].tensors.items())
-    assert one[0].costs != other[0].costs
-
-
 def test_plan_is_followed(run):
     _, calibrated, _ = run
     for layer in calibrated(make_batches(4), PlanOptions(preset="paper")):

@@ -1,7 +1,6 @@
 """A conversion that is killed, or that the disk refuses, leaves nothing that the next one trips over."""
 
 import contextlib
-import os
 import re
 import signal
 import socket
@@ -79,14 +78,6 @@ def test_leftovers_of_others_are_not_touched(tmp_path, dead_process):
         with new_folder(tmp_path / "moh"):
             pass
         assert {path.name for path in tmp_path.iterdir()} == {*others, "moh"}
-
-
-def test_leftovers_under_this_processs_own_number_are_cleared(tmp_path):
-    """In a container the process that was killed and the one that runs again often have the same number."""
-    (tmp_path / f".moh.{HOST}.{os.getpid()}.tmp").mkdir()
-    with new_folder(tmp_path / "moh"):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["moh"]
 
 
 def test_a_killed_swap_is_undone(tmp_path, dead_process):

@@ -52,27 +52,6 @@ def test_a_head_that_it_harms_has_none():
     assert fitter.importance[1] == 0 and fitter.score_bias[0] > NO_TOKEN
 
 
-@pytest.mark.parametrize("best", range(5))
-def test_the_best_of_the_scores_is_taken(best):
-    """By the mean of e^T M e in float64, of scores of which each is the right one once."""
-    generator = torch.Generator().manual_seed(best)
-    missing, local, root = (torch.randn(*shape, generator=generator).double() for shape in ((50, 3), (50, 3), (3, 3)))
-    score, metric, shifts = torch.randn(50, generator=generator).double(), root @ root.T, [NO_TOKEN, 0, -1, -2, -4]
-    share, far = (score + shifts[best]).sigmoid()[:, None], torch.tensor([1.0, 2.0, -1.0])
-    local = local + far
-    missing = 0.01 * missing + share * (far - local)
-    costs, values = [], []
-    for shift in shifts:
-        share = (score + shift).sigmoid()[:, None]
-        values.append(torch.linalg.lstsq(share, missing + share * local).solution[0])
-        residual = missing + share * (local - values[-1])
-        costs.append(torch.einsum("nd,de,ne->n", residual, metric, residual).mean())
-    assert costs[best] == min(costs)
-    shift, value = local_fit._shift_and_value(missing, local, score, metric)
-    assert shift == shifts[best]
-    torch.testing.assert_close(value, values[best] * (shift > NO_TOKEN))
-
-
 def missing(sample, fit, t, head, row):
     """What a head lacks of its output where its fallback, the `row`-th, takes its place."""
     weight, bias = (fit.tensors[f"fallback.distant_score.{name}"][row] for name in ("weight", "bias"))

@@ -43,9 +43,7 @@ def _parquet(*texts: str, rows: int = 1 << 20) -> bytes:
 # name: content, the record that is too long, how many are good, how many are left out
 TOO_LONG = {
     "a.jsonl": (_lines(SHORT, LONG, SHORT), ", line 2", 2, 1),
-    "last.jsonl": (_lines(SHORT, LONG).rstrip(b"\n"), ", line 2", 1, 1),
     "a.jsonl.zst": (zstandard.compress(_lines(SHORT, LONG, SHORT)), ", line 2", 2, 1),
-    "a.txt": (LONG.encode(), "", 0, 1),
     "a.parquet": (_parquet(*[SHORT] * 20, LONG, *[SHORT] * 20), ", row 21", 40, 1),
     "group.parquet": (_parquet(LONG, LONG + SHORT, SHORT, rows=2), ", rows 1 to 2, on average", 1, 2),
 }

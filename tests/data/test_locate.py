@@ -225,14 +225,6 @@ def test_a_revision_on_the_hub(hub, revision, folder):
     assert read(found)[0] == DOCUMENTS
 
 
-def test_nothing_on_the_hub(hub):
-    fill(hub / "name", "data/a.jsonl")
-    wanted = {"hub": "org/name", "data_files": ("data/a.jsonl", "data/*.parquet"), "revision": None}
-    assert refusal(**wanted) == "source web: the Hub holds no file datasets/org/name/data/*.parquet"
-    assert refusal(**wanted | {"data_files": ("data",)}) == "source web: the Hub holds no file datasets/org/name/data"
-    assert refusal(**wanted | {"revision": "v3"}).endswith("the Hub holds no file datasets/org/name@v3/data/a.jsonl")
-
-
 def test_the_hub_refuses(hub, monkeypatch):
     def fail(self, path, **kwargs):
         raise OSError("401 Client Error.\n\nAccess is\n restricted.")

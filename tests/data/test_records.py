@@ -122,18 +122,6 @@ def test_text_fields(tmp_path, kind, records, text_field, documents):
     assert read(path, text_field=text_field)[0] == documents
 
 
-@pytest.mark.parametrize("no_text", [None, ["a"], 5])
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_record_without_a_text_does_not_choose_another_field(tmp_path, no_text, place):
-    path = tmp_path / "a.jsonl"
-    rows = [{"text": f"{i}", "content": "no"} for i in range(3)]
-    rows[place]["text"] = no_text
-    path.write_bytes(json_lines(rows))
-    assert refusal(path).startswith(f"{path}, line {place + 1}: ")
-    documents, reading = read(path, skip_bad=True)
-    assert documents == [f"{i}" for i in range(3) if i != place] and reading.bad == 1
-
-
 @pytest.mark.parametrize("skip_bad", [False, True])
 def test_another_text_field_in_later_records_is_refused(tmp_path, skip_bad):
     path = tmp_path / "a.jsonl"

@@ -114,13 +114,6 @@ def expected(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
     return [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in TEXTS]
 
 
-def test_ids_are_the_tokenizers_own(tokenizer):
-    assert encoded(tokenizer) == expected(tokenizer)
-    # More than a batch, by number and by length.
-    assert encoded(tokenizer, ["a", "b"] * 500) == encoded(tokenizer, ["a", "b"]) * 500
-    assert [len(ids) for ids in encoded(tokenizer, ["long " * 110_000] * 3)] == [550_001] * 3
-
-
 def test_special_tokens_are_added(tokenizer):
     tokenizer.add_special_tokens({"bos_token": AddedToken("<begin>", special=True)})
     special = [("<begin>", tokenizer.bos_token_id), ("<end>", tokenizer.eos_token_id)]

@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 from moh_llm.cli import main
 from moh_llm.data.mixture import load_mixture
 from moh_llm.data.shards import cache_folder, open_tokens, tokens_for
-from moh_llm.data.stream import SequenceStream, make_receipt
 from moh_llm.data.tokenize import tokenize_mixture
 from moh_llm.errors import UserError
 
@@ -65,21 +64,6 @@ def test_damaged_tokens_are_refused(corpus, tokenizer, tmp_path, change, message
         open_tokens(tmp_path / "out")
 
 
-def test_the_receipt_counts_what_was_read(corpus, tokenizer, tmp_path):
-    tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=1)
-    stream = SequenceStream(open_tokens(tmp_path / "out"), 64, seed=1)
-    sequences = 4 * stream.sequences_per_epoch(0)
-    receipt = make_receipt(stream, sequences)
-    chosen = [stream.locate(number)[0] for number in range(sequences)]
-    for number, (source, entry) in enumerate(zip(stream.sources, receipt.values(), strict=True)):
-        count, has = chosen.count(number), len(source.train) // 64
-        assert entry["tokens"] == 64 * count and entry["share"] == round(count / sequences, 6)
-        assert entry["epochs"] == round(count / has, 4)
-        assert entry["repeated_tokens"] == 64 * max(0, count - has)
-        assert entry["weight"] == source.weight
-    assert make_receipt(stream, 0)["plain"]["tokens"] == 0
-
-
 def tokenize(corpus: Path, tokenizer, output: Path, *flags: str) -> int:
     return main(["tokenize", str(corpus), "--tokenizer", tokenizer.name, "--output", str(output), *flags])
 
@@ -115,10 +99,3 @@ def test_refusals_of_the_command(corpus, tokenizer, tmp_path, capsys, flags, mes
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_refusals_of_show(corpus, capsys):
-    assert main(["mixture", "show", str(corpus), "--tokens", "many"]) == 2
-    assert "--tokens many must be a number of tokens such as" in capsys.readouterr().err
-    assert main(["mixture", "show", "nowhere.yaml"]) == 2
-    assert "mixture nowhere.yaml does not exist" in capsys.readouterr().err

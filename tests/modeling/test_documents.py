@@ -1,8 +1,7 @@
-"""Padding and packed documents against each document alone: by the naive loop, and by transformers' own masks."""
+"""Where documents begin and what padding hides, by transformers' own masks."""
 
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,36 +9,6 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
 from moh_llm.modeling.seen_moh import seen_keys
-from tests.modeling import naive
-
-PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"}
-LOCAL = {"head_fallback": "local", "local_window": 4, "local_sinks": 3}
-START = LOCAL | {"local_start": 9, "never_on_heads": [[3], [1, 2]], "router_type": "threshold"}
-LENGTHS = [24, 17, 1, 0]
-
-
-@pytest.fixture(params=[{}, LOCAL, START], ids=["value", "local", "start"])
-def plan(request) -> dict:
-    return PLAN | request.param
-
-
-def check_rows(moh, got: torch.Tensor, ids: torch.Tensor, places: list[slice]) -> None:
-    """Logits of each row's tokens are those of the naive loop on the row alone."""
-    weights = {name: tensor.double().cpu().numpy() for name, tensor in moh.state_dict().items()}
-    for row, place in enumerate(places[:3]):
-        expected = naive.logits(moh.config, weights, ids[row, : LENGTHS[row]].numpy())
-        np.testing.assert_allclose(got[row, place].cpu().numpy(), expected, atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_packed_documents_are_the_documents_alone_wherever_their_positions_begin(make_pair, plan, ids, implementation):
-    _, moh = make_pair(attn_implementation=implementation, dtype=torch.float64, **plan)
-    packed = torch.cat([ids[row, :length] for row, length in enumerate(LENGTHS[:3])])[None]
-    for starts in ([0, 0, 0], [3, 50, 7]):
-        positions = torch.cat([torch.arange(s, s + length) for s, length in zip(starts, LENGTHS, strict=False)])[None]
-        with torch.no_grad():
-            got = moh(packed, position_ids=positions, use_cache=False).logits[0]
-        check_rows(moh, torch.stack([got, got, got]), ids, [slice(0, 24), slice(24, 41), slice(41, 42)])
 
 
 def drawn_case(draw: random.Random) -> dict:

@@ -117,22 +117,3 @@ def test_padding_wherever_it_is_is_not_there(make_pair, name, implementation):
         caches.append(MoHCache(moh.config))
     for cache in caches:
         check(masks.in_chunks(moh, ids.cuda(), mask.cuda(), [10, 12, 1, 1], cache))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", masks.FOUR_DIMS)
-@pytest.mark.parametrize("name", ["paper", "value", "local", "start", "fixed groups"])
-def test_masks_of_ones_own(make_pair, name, kind, implementation):
-    dense, moh = make_pair(**{"num_shared_heads": 1, "num_active_heads": 2} | masks.PLANS[name])
-    seen, bias = masks.four_dims(kind, 4)
-    mask = (torch.zeros(seen.shape) if bias is None else bias).masked_fill(~seen, -1e9)
-    ids, sees = masks.some_ids(), seen.any(-1).all(1)
-    expected = moh(ids, attention_mask=mask, use_cache=False).logits
-    for model in (dense.cuda(), moh.cuda()):
-        model.set_attn_implementation(implementation)
-    given = {"input_ids": ids.cuda(), "attention_mask": mask.cuda(), "use_cache": False}
-    found = moh(**given).logits.cpu()
-    torch.testing.assert_close(found[sees], expected[sees], atol=1e-3, rtol=1e-3)
-    with moh.all_heads_active():
-        assert torch.equal(moh(**given).logits, dense(**given).logits)

@@ -52,20 +52,3 @@ def test_heads_on_are_those_of_the_naive_loop(make_pair, ids, fields):
     assert torch.equal(heads_on(moh, ids), wanted)
     assert torch.equal(heads_on(moh.model, ids), wanted)
     assert not any(module._forward_hooks for module in moh.modules())
-
-
-@pytest.mark.parametrize("name", ["value", "local, top k", "local, threshold, never on", "groups, threshold"])
-def test_padding_packing_and_caches_do_not_change_them(make_pair, ids, name):
-    _, moh = make_pair(dtype=torch.float64, **PLANS[name])
-    wanted, alone = by_loops(moh, ids[:1]), by_loops(moh, ids[:1, 6:])
-    mask = torch.ones(2, 24, dtype=torch.int64)
-    mask[1, :6] = 0
-    padded = heads_on(moh, ids[:1].expand(2, -1), attention_mask=mask)
-    assert torch.equal(padded[:1], wanted) and torch.equal(padded[1:, :, 6:], alone)
-    positions = torch.cat([torch.arange(6), torch.arange(18)])[None]
-    packed = heads_on(moh, ids[:1], position_ids=positions)
-    assert torch.equal(packed[:, :, 6:], alone) and torch.equal(packed[:, :, :6], wanted[:, :, :6])
-    assert not torch.equal(alone, wanted[:, :, 6:])
-    with torch.no_grad():
-        past = moh(ids[:1, :15], use_cache=True).past_key_values
-    assert torch.equal(heads_on(moh, ids[:1, 15:], past_key_values=past), wanted[:, :, 15:])
