@@ -14,7 +14,7 @@ import forks
 import pytest
 import torch
 from safetensors.torch import load_file
-from trained import read_log, read_record, unfinish
+from trained import read_log, unfinish
 from ways import ROOT, WAYS
 
 from moh_llm.training.loop import train
@@ -144,22 +144,3 @@ def test_milestones_are_saved_beside_a_distributed_model(single, run_of, way):
     assert b.keys() <= a.keys()
     for name, weight in b.items():
         torch.testing.assert_close(a[name], weight, atol=1e-4, rtol=0)
-
-
-def test_a_teacher_beside_the_student_is_divided_too(make_llama, convert, configure, recipe, tmp_path):
-    """A model that was tuned before is taught by its base, under LoRA, too."""
-    base = make_llama(tie_word_embeddings=True)
-    assert convert(base, tmp_path / "moh", "--num-active-heads", "2", "--fallback", "value") == 0
-    train(configure(model=str(tmp_path / "moh"), output_dir=str(tmp_path / "first"), max_steps=8))
-    keys = {"model": str(tmp_path / "first" / "model"), "max_steps": 6, "lora.rank": 4}
-    train(configure(**STEPS | keys))
-    done = start("fsdp2", recipe, tmp_path / "two", **keys)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"from {base}" in done.stdout
-    mine, others = read_log(tmp_path / "two"), read_log(tmp_path / "run")
-    assert others[0]["validation"]["reference"] == "base" and others[0]["validation"]["kl"] > 0.1
-    for line, wanted in zip(mine[1:], others[1:], strict=True):
-        for name in ("loss", "kl", "layer_distance"):
-            assert line[name] == pytest.approx(wanted[name], abs=1e-4), (line["step"], name)
-    ended = [read_record(folder)["evaluation"] for folder in (tmp_path / "two", tmp_path / "run")]
-    assert ended[0]["kl"] == pytest.approx(ended[1]["kl"], abs=1e-4)

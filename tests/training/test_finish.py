@@ -10,9 +10,6 @@ import pytest
 from trained import read_record, unfinish
 
 from moh_llm.cli import main
-from moh_llm.errors import UserError
-from moh_llm.training.loop import train
-from moh_llm.training.recipe import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["--max_steps=2", "--checkpoint.save_steps=1", "--evaluation.eval_steps=0", "--report_to=[]"]
@@ -72,24 +69,6 @@ def test_files_of_the_users_own_do_not_make_a_model_less_whole(run, recipe, caps
     assert main(["train", str(recipe), *SHORT]) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert (run / "model" / "README.md").read_text() == "my card"
-
-
-def test_a_run_whose_model_changed_while_it_was_scored_is_not_finished(recipe, tmp_path, monkeypatch) -> None:
-    from moh_llm.training import loop
-
-    score = loop.score_saved
-
-    def damage(*arguments: object) -> dict:
-        scores = score(*arguments)
-        change_a_byte(tmp_path / "run")
-        return scores
-
-    monkeypatch.setattr(loop, "score_saved", damage)
-    with pytest.raises(
-        UserError, match=r"is not what was written: model\.safetensors was changed .*same command again"
-    ):
-        train(load_config(recipe, SHORT))
-    assert read_record(tmp_path / "run")["status"] == "running"
 
 
 # What the last stage does, in this order; the process is killed when it gets there.

@@ -15,7 +15,7 @@ from ways import WAYS
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.config import DataConfig, LoraConfig, ObjectiveConfig, TrainConfig
-from moh_llm.training.memory import BUCKET, STRATEGIES, Sizes, activation_bytes, estimate_memory, loss_bytes
+from moh_llm.training.memory import Sizes, activation_bytes, estimate_memory, loss_bytes
 from moh_llm.training.networks import recompute, trainable
 from moh_llm.training.reference import Reference
 from moh_llm.training.step import TrainingStep, make_optimizer
@@ -171,24 +171,6 @@ def test_the_highest_point_of_a_pass_is_estimated(shape, vocabulary, objective, 
     kept, backward = activation_bytes(recipe, model, Sizes.count(recipe, model), strategy)
     estimate = kept + max(backward, loss_bytes(recipe, model, strategy))
     assert estimate == pytest.approx(peak_bytes(Pass(recipe, model, strategy)), rel=0.2)
-
-
-def test_parts_are_divided_as_the_strategy_divides_them():
-    model, recipe = make_model(), make_recipe(mixed_precision="bf16")
-    sizes = Sizes.count(recipe, model)
-    n, bucket = sizes.student, 2 * BUCKET
-    assert sizes.trained == sizes.base == n and n % 4 == 0
-    weights = {"one": 4 * n, "ddp": 4 * n, "zero1": 3 * n, "zero2": 3 * n, "zero3": 1.5 * n, "fsdp2": n}
-    gradients = {"one": 4 * n, "ddp": 8 * n, "zero1": 2 * n, "zero2": n / 2, "zero3": n / 2, "fsdp2": n}
-    gathered = 2 * 2 * sizes.ends  # bfloat16, of student and teacher
-    buffers = {"one": 0, "ddp": 0, "zero1": bucket, "zero2": bucket, "zero3": bucket + 4 * n, "fsdp2": gathered}
-    for way in STRATEGIES:
-        memory = estimate_memory(recipe, model, sizes, way, 1 if way == "one" else 4)
-        assert (memory.weights, memory.gradients, memory.buffers) == (weights[way], gradients[way], buffers[way]), way
-        assert memory.teacher == (n / 2 if way in ("zero3", "fsdp2") else 2 * n)
-        assert memory.moments == (8 * n if way in ("one", "ddp") else 2 * n)
-    full = estimate_memory(make_recipe(), model, sizes, "zero3", 4)
-    assert (full.weights, full.teacher, full.gradients) == (n, n, n)  # float32: no second copy
 
 
 # What each of two processes still holds after a step is weights, teacher and moments.

@@ -59,7 +59,9 @@ def changed_lora_student(configure) -> tuple:
     return config, network, model
 
 
-def test_the_lora_teacher_is_the_base_exactly(configure, model_folder: Path) -> None:
+def test_the_lora_teacher_is_the_base_exactly_and_adapters_and_routing_are_trained(
+    configure, model_folder: Path
+) -> None:
     config, network, model = changed_lora_student(configure)
     assert networks.make_teacher(config, OWN, torch.device("cpu")) is None
     step, batch = TrainingStep(model, None, config.objective, OWN).train(), some_batch()
@@ -70,10 +72,6 @@ def test_the_lora_teacher_is_the_base_exactly(configure, model_folder: Path) -> 
     assert not torch.allclose(student, teacher, atol=0.1)
     assert [router.num_active for router in network.routers] == [3, 1]
     assert model.training
-
-
-def test_lora_trains_adapters_routers_and_fallbacks_only(configure) -> None:
-    _, _, model = changed_lora_student(configure)
     adapters = {name for name, _ in model.named_parameters() if "lora_" in name}
     routing = {name for name, _ in model.named_parameters() if is_routing_weight(name)}
     assert adapters and any(".router." in name for name in routing) and any(".fallback." in name for name in routing)
@@ -111,7 +109,7 @@ def in_zero3(network: torch.nn.Module, config) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("wrap", [None, wrapped_lora, in_wrappers, in_zero3])
-def test_decay_acts_on_matrices_and_never_on_biases_and_norms(configure, make_model, wrap) -> None:
+def test_decay_acts_on_matrices_and_routers_have_their_rate(configure, make_model, wrap) -> None:
     folder = make_model(
         MoHLlamaConfig,
         **{"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear", "head_fallback": "value"},
@@ -121,24 +119,15 @@ def test_decay_acts_on_matrices_and_never_on_biases_and_norms(configure, make_mo
     model = networks.load_network(folder, torch.float32)
     model = wrap(model, config) if wrap else model
     optimizer = make_optimizer(model, config)
-    decay = {id(weight): group["weight_decay"] for group in optimizer.param_groups for weight in group["params"]}
+    set_learning_rates(optimizer, config, 1)
+    found = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
     matrices = ("_proj.weight", "lora_A.default.weight", "lora_B.default.weight", "routed.weight", "own_value.weight")
     matrices += ("embed_tokens.weight", "lm_head.weight")
     for name, weight in networks.trained_weights(model).items():
-        assert decay.pop(id(weight)) == (0.1 if name.endswith(matrices) else 0.0), name
-    assert not decay
-
-
-def test_routers_have_their_rate(configure) -> None:
-    config = configure()
-    model = networks.load_network(config.model, torch.float32)
-    optimizer = make_optimizer(model, config)
-    set_learning_rates(optimizer, config, 1)
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
-    routers = {id(weight) for name, weight in model.named_parameters() if is_routing_weight(name)}
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            assert group["lr"] == pytest.approx(1e-2 if id(weight) in routers else 1e-3)
+        group = found.pop(id(weight))
+        assert group["weight_decay"] == (0.1 if name.endswith(matrices) else 0.0), name
+        assert group["lr"] == pytest.approx(1e-2 if is_routing_weight(name) else 1e-3), name
+    assert not found
 
 
 def test_the_saved_folder_is_complete(configure, model_folder: Path, tmp_path: Path) -> None:

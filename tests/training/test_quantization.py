@@ -142,25 +142,3 @@ def test_attention_that_cannot_be_had_is_refused(configure, monkeypatch, name, d
         precision.check_attention(configure(attn_implementation=allowed, **recipe), CUDA)
     with pytest.raises(UserError, match=f"attn_implementation={name} .*{message}"):
         precision.check_attention(configure(attn_implementation=name, **recipe | keys), device)
-
-
-@pytest.mark.slow  # torch compiles it
-def test_flex_attention_gives_what_sdpa_gives(make_llama, convert, tmp_path: Path) -> None:
-    base = make_llama(hidden_size=64, num_attention_heads=4)
-    flags = ["--fallback", "local", "--local-window", "6", "local_sinks=2", "--context", "64"]
-    convert(base, tmp_path / "moh", "--num-active-heads", "2", "--heldout-tokens", "0", *flags)
-    model = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").eval()
-    ids = torch.randint(1, 200, (2, 128), generator=torch.Generator().manual_seed(0))
-    packed = torch.stack([torch.cat([torch.arange(n), torch.arange(128 - n)]) for n in (50, 90)])
-    padding = torch.ones_like(ids)
-    padding[1, :30] = 0
-    found = {}
-    for name in ("sdpa", "flex_attention"):
-        model.set_attn_implementation(name)
-        with torch.no_grad():
-            of_packed = model(input_ids=ids, position_ids=packed, use_cache=False).logits
-            of_padded = model(input_ids=ids, attention_mask=padding).logits[padding.bool()]
-        found[name] = of_packed, of_padded
-    for one, other in zip(*found.values(), strict=True):
-        assert one.abs().max() > 1
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
