@@ -59,9 +59,7 @@ def changed_lora_student(configure) -> tuple:
     return config, network, model
 
 
-def test_the_lora_teacher_is_the_base_exactly_and_adapters_and_routing_are_trained(
-    configure, model_folder: Path
-) -> None:
+def test_the_lora_teacher_is_the_base_and_the_rest_is_trained(configure, model_folder: Path) -> None:
     config, network, model = changed_lora_student(configure)
     assert networks.make_teacher(config, OWN, torch.device("cpu")) is None
     step, batch = TrainingStep(model, None, config.objective, OWN).train(), some_batch()
