@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from moh_llm.training.losses import balance_loss_sum, comparison_values, expert_
 from moh_llm.training.scoring import RoutingCounts
 
 META = torch.device("meta")
-WAYS = [*itertools.product(("query_norm", "linear", "two_stage", "threshold"), ("none", "value", "local"))]
+WAYS = [("query_norm", "none"), ("linear", "value"), ("two_stage", "none"), ("threshold", "local")]
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 

@@ -24,15 +24,8 @@ from moh_llm.evaluation import language_model
 def llama() -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-    )
+    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    return LlamaConfig(**sizes, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192)
 
 
 def choose(llama: Any, monkeypatch: pytest.MonkeyPatch, free: float, tokens: int, scored: int, kind: str) -> int:

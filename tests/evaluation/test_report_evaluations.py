@@ -51,8 +51,6 @@ def test_figures_at_long_context_are_shown(tmp_path: Path) -> None:
     found = (folder / "report" / "report.md").read_text().split("## Long context")[1].split("\n## ")[0]
     assert "| from 2048 | 6,144 | 1.2500 | 0.0125 |" in found and "| copying | 120 | 96 | 48 |" in found
     assert found.count("###") == 1
-    plain = evaluated(tmp_path / "plain", {"model": ("one", 0.9)})
-    assert report(plain) == 0 and "Long context" not in (plain / "report" / "report.md").read_text()
 
 
 def test_runs_behind_models_come_along_unless_they_are_damaged(make_run: MakeRun, tmp_path: Path, capsys) -> None:
