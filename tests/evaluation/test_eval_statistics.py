@@ -35,13 +35,6 @@ def test_group_figures_equal_lm_evals(strata: statistics.Strata) -> None:
     assert mean.stderr == pytest.approx(metrics.unweighted_mean_stderr(errors), rel=1e-12)
 
 
-def test_difference_is_paired(strata: statistics.Strata) -> None:
-    changed = [[1 - strata[0][0], *strata[0][1:]], *strata[1:]]
-    change = statistics.difference(changed, strata)
-    assert abs(statistics.mean(change)) == pytest.approx(1 / 30)
-    assert statistics.standard_error(change) < statistics.standard_error(strata) * math.sqrt(2)
-
-
 def test_readings_of_the_same_items_are_averaged() -> None:
     assert statistics.average_readings([[1.0, 0.0], [0.5, 0.25]]) == [[0.75, 0.125]]
     with pytest.raises(ValueError, match="differ in number"):
@@ -102,47 +95,6 @@ def test_a_group_counts_its_tasks_apart() -> None:
     low, high = statistics.mean_interval(strata, 0, 1)
     error = statistics.standard_error(strata)
     assert (high - low) / 2 == pytest.approx(statistics.student_quantile(0.95, 98) * error, rel=0.03)
-
-
-def test_ratio_interval_by_hand() -> None:
-    """Fieller's ends r: there the difference m - r b is as far from 0 as its own interval is wide."""
-    halves = (0.08, 0.07, 0.04)
-    covariance = (halves[0] ** 2 + halves[1] ** 2 - halves[2] ** 2) / 2
-    for end in statistics.ratio_interval(0.5, 0.6, *halves):
-        half = math.sqrt(halves[0] ** 2 - 2 * end * covariance + end**2 * halves[1] ** 2)
-        assert abs(0.5 - end * 0.6) == pytest.approx(half)
-    assert statistics.ratio_interval(0.5, 0.07, *halves) is None
-
-
-def test_average_is_of_independent_benchmarks() -> None:
-    values = [Value(value=10.0, stderr=3.0, interval=[7.0, 14.0]), Value(value=20.0, stderr=4.0, interval=[16.0, 23.0])]
-    mean = statistics.mean_of(values)
-    assert (mean.value, mean.stderr) == (15.0, 2.5) and mean.interval == pytest.approx([15 - 2.5, 15 + 2.5])
-    assert statistics.mean_of([*values, Value(value=1.0, stderr=None)]).interval is None
-
-
-def test_shares_of_the_margin_by_hand() -> None:
-    report = make_report(SCORES, chances={"Easy": 0.5, "Hard": 0.2})
-    easy, hard = report.benchmarks
-    assert (easy.chance, easy.chance_rule, hard.chance) == (50.0, 0.5, 20.0)
-    assert easy.scores["base"].margin.value == pytest.approx(30)
-    assert easy.scores["model"].margin_kept.share == pytest.approx(100 * 20 / 30)
-    assert hard.scores["model"].margin_kept.share == pytest.approx(100)
-    kept = report.average.scores["model"].margin_kept
-    assert (kept.base, kept.model, kept.share) == pytest.approx((25, 20, 80)) and (kept.over, kept.total) == (2, 2)
-    assert report.average.scores["model"].recovery.share == pytest.approx(100 * 55 / 60)
-    # The delta method by hand: each item's (m - c) - r (b - c), over the base's mean margin; a half of each benchmark,
-    # with an item more on which only the model is right, and one on which only the base is.
-    variance = 0.0
-    for name, chance in (("Easy", 0.5), ("Hard", 0.2)):
-        both = [*zip(SCORES["model"][name], SCORES["base"][name], strict=True), (1, 0), (0, 1)]
-        items = [(m - chance) - 0.8 * (b - chance) for m, b in both]
-        variance += sum((item - sum(items) / 102) ** 2 for item in items) / 101 / 102
-    error = 100 * math.sqrt(variance) / 2 / 0.25
-    assert kept.interval == pytest.approx([80 - 1.98 * error, 80 + 1.98 * error], abs=1.5)
-    assert "and 80.0 % of its margin over chance (20.0 of 25.0 points; 95 % interval" in verdict(report, "model")
-    assert "| Easy | 0 | acc | 100 | 50.0 | 80.0 ± 4.0 | 70.0 ± 4.6 | -10.0 ± 3.0 | 87.5 | 66.7 |" in page_of(report)
-    assert "| -5.0 ± 1.5 | 91.7 | 80.0 |" in page_of(report)
 
 
 def test_a_base_at_chance_is_named_and_left_out() -> None:
