@@ -1,7 +1,5 @@
 """The two sweeps over layers on disk against hooks and autograd on the whole model."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM
@@ -51,26 +49,6 @@ def run(make_llama, tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "LayerFitter", Recorder)
     return folder, run, samples
-
-
-def test_plans_share_one_calibration(run, tmp_path):
-    """Each plan gets what it gets by itself."""
-    folder, _, _ = run
-    base = LayerwiseModel(
-        folder, read_weight_map(folder)[1], AutoConfig.from_pretrained(folder), torch.float32, torch.device("cpu")
-    )
-    local = PlanOptions(local_window=8, local_sinks=2, num_active_heads=2)
-    plans = [local, replace(local, num_active_heads=3), replace(local, router="none"), replace(local, shared="first")]
-    plans.append(replace(local, routing_granularity="kv_group"))
-    together = calibrate(base, make_batches(4, 4), plans, tmp_path)
-    for plan, layers in zip(plans, together, strict=True):
-        (alone,) = calibrate(base, make_batches(4, 4), [plan], tmp_path)
-        assert len(layers) == len(alone) == 2
-        for own, other in zip(layers, alone, strict=True):
-            assert own.costs == other.costs and own.group_size == other.group_size
-            for dropped, fit in other.fits.items():
-                assert fit.tensors.keys() == own.fits[dropped].tensors.keys()
-                assert all(torch.equal(tensor, own.fits[dropped].tensors[name]) for name, tensor in fit.tensors.items())
 
 
 def observe(folder, batches, seed):

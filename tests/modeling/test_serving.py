@@ -161,9 +161,7 @@ GROUPS = {"num_shared_heads": 0, "num_active_heads": 2, "routing_granularity": "
     "plan",
     [
         PLANS[1],
-        LOCAL | {"router_type": "linear", "local_start": 8},
         LOCAL | {"router_type": "threshold", "local_start": 8},
-        LOCAL | {"router_type": "threshold", "local_start": 0},
         LOCAL | {"router_type": "threshold", "local_start": 8} | GROUPS,
         LOCAL | {"router_type": "none", "shared_heads": [[0, 1], [2, 3]], "num_shared_heads": 2},
     ],
