@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
-from moh_llm.attention import Call, compiled, flex
+from moh_llm.attention import Call, flex
 from moh_llm.attention.plan import group_table, plan_of
 from tests.attention.naive import first_of, seen_of
 
@@ -38,19 +37,6 @@ def test_log_sum_exp_and_what_sees_nothing():
     assert not out[nothing].any()
     exact = (scores.softmax(-1) @ value.double())[~nothing]
     torch.testing.assert_close(out[~nothing].double(), exact, atol=1e-5, rtol=1e-5)
-
-
-@pytest.fixture
-def counter(monkeypatch):
-    """Counts compilations by dynamo, as on a GPU; sizes and graph breaks matter there, and not what compiles."""
-    counter = CompileCounter()
-    monkeypatch.setattr(compiled, "DEVICES", ["cpu"])
-    monkeypatch.setattr(compiled, "OPTIONS", {"backend": counter, "fullgraph": True})
-    compiled._compile.cache_clear()
-    torch._dynamo.reset()
-    yield counter
-    compiled._compile.cache_clear()
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -2,25 +2,10 @@
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from moh_llm.attention import compiled, rotary
-
-
-@pytest.fixture
-def counter(monkeypatch):
-    """Counts compilations by dynamo, on a CPU as on a GPU."""
-    counter = CompileCounter()
-    monkeypatch.setattr(rotary, "DEVICES", ["cpu"])
-    monkeypatch.setattr(compiled, "DEVICES", ["cpu"])
-    monkeypatch.setattr(compiled, "OPTIONS", {"backend": counter, "fullgraph": True})
-    compiled._compile.cache_clear()
-    torch._dynamo.reset()
-    yield counter
-    compiled._compile.cache_clear()
-    torch._dynamo.reset()
+from moh_llm.attention import rotary
 
 
 def states(device: str, dtype: torch.dtype, rows: int, tokens: int) -> list[torch.Tensor]:

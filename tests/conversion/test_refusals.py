@@ -27,17 +27,6 @@ def flags(*given: str) -> Callable[[Path, Path], list[str]]:
     return lambda base, tmp_path: list(given)
 
 
-def calibration(name: str, content: str | None = None) -> Callable[[Path, Path], list[str]]:
-    """Calibrates on a file of that content; None makes no file."""
-
-    def give(base: Path, tmp_path: Path) -> list[str]:
-        if content is not None:
-            (tmp_path / name).write_text(content)
-        return ["--calibration", str(tmp_path / name)]
-
-    return give
-
-
 def broken_weight(name: str, value: float, *given: str) -> Callable[[Path, Path], list[str]]:
     """Writes `value` into one place of a tensor."""
 
@@ -74,9 +63,9 @@ def _drop_tokenizer(base: Path, tmp_path: Path) -> list[str]:
     return []
 
 
-def _output_below_a_file(base: Path, tmp_path: Path) -> list[str]:
-    (tmp_path / "file").touch()
-    return ["--output", str(tmp_path / "file" / "moh")]
+def _short_text(base: Path, tmp_path: Path) -> list[str]:
+    (tmp_path / "short.txt").write_text("A few words.")
+    return ["--calibration", str(tmp_path / "short.txt")]
 
 
 def _output_in_the_way(base: Path, tmp_path: Path) -> list[str]:
@@ -124,7 +113,7 @@ BAD_INPUT = {
         "moh_format=7 is newer than this moh-llm reads (6); pip install -U moh-llm",
     ),
     "no tokenizer": (_drop_tokenizer, "has no tokenizer that loads"),
-    "short text": (calibration("short.txt", "A few words."), "fewer than one window"),
+    "short text": (_short_text, "fewer than one window"),
     "output in the way": (_output_in_the_way, "exists and is not empty; pass --overwrite"),
     "output is a file": (lambda base, folder: (folder / "moh").touch() or [], "is a file; name a folder"),
     "too many active": (flags("--num-active-heads", "5"), "num_active_heads=5 must lie between"),

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from moh_llm.cli import main
 from moh_llm.modeling import MoHLlamaForCausalLM
-from moh_llm.records.tensors import is_routing_weight
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +35,6 @@ def mixed(moh, tmp_path_factory) -> Path:
     MoHLlamaForCausalLM.from_pretrained(moh).save_pretrained(folder)
     assert [path.name for path in folder.glob("*.safetensors*")] == ["model.safetensors"]
     return folder
-
-
-def dense_part(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if not is_routing_weight(name)}
 
 
 def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
