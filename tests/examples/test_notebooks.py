@@ -35,9 +35,9 @@ def test_they_run_on_a_tiny_base(make_llama, tmp_path, monkeypatch) -> None:
     assert "equals the base's: True" in converted[2] and "perplexity x " in converted[2]
     assert converted[-1] == "True\n"  # with all heads on the logits are the base's
     assert [line.split()[0] for line in recovered[-1].splitlines()[1:]] == ["converted", "tuned"]
-    generated, again = used[1], used[4]
+    generated, again = used[1], used[3]
     assert generated.startswith("The river rises in the mountains and") and generated.strip("\n") in again
-    assert "the pipeline's reply: True" in used[6]
+    assert "the pipeline's reply: True" in used[5]
 
 
 @pytest.mark.parametrize("name", EXECUTED)
