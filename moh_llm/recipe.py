@@ -73,7 +73,8 @@ def _flatten(kind: Any, options: dict[str, Option], where: str, name: str, value
     elif isinstance(value, option.kind):
         yield name, value
     else:
-        raise UserError(f"{where}: {name}={value} must be a group of options")
+        given = str(value) if len(str(value)) <= 60 else f"{str(value)[:57]}..."
+        raise UserError(f"{where}: {name}={given} must be a group of options")
 
 
 def check_name(kind: Any, name: str, where: str) -> None:

@@ -1,5 +1,6 @@
 """All options of all commands: ``python -m moh_llm.commands.reference > docs/reference.md``, and recipes in full."""
 
+import sys
 import textwrap
 
 from moh_llm.conversion.config import ConversionConfig
@@ -55,4 +56,4 @@ def full_recipe(command: str) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    sys.stdout.write(page())

@@ -157,7 +157,9 @@ def _plan_record(plan: ConversionConfig, config: MoHLlamaConfig) -> Plan:
         context=plan.context,
         keys_read=round(keys_read(config, plan.context), 4),
         **{name: getattr(config, name) for name in fields},
-        **{name: getattr(config, name) for name in ("local_window", "local_sinks", "local_start") if local},
+        local_window=config.local_window if local else None,
+        local_sinks=config.local_sinks if local else None,
+        local_start=config.local_start if local else None,
     )
 
 

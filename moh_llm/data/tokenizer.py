@@ -13,6 +13,7 @@ from tokenizers import Encoding, Tokenizer
 
 from moh_llm.data.chat import ChatTemplate, ChatText
 from moh_llm.errors import UserError, reason
+from moh_llm.reading import read_json
 from moh_llm.records.tokens import TokenizerRecord
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "
     """
     from transformers import AutoTokenizer
 
+    for file in ("tokenizer.json", "tokenizer_config.json"):  # transformers would wait for a pipe
+        if (place := Path(name_or_path) / file).exists() and not isinstance(read_json(place), dict):
+            raise UserError(f"{place} is not a JSON object; copy the file from the model's source again")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     # Missing files, a wrong id, a field of the wrong type: each an error of its own kind.

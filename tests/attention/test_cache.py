@@ -191,7 +191,7 @@ def test_where_all_keys_are_read_all_are_kept(make, how) -> None:
     torch.testing.assert_close(found, expected)
     if all_on:
         moh(draw(2, 10), past_key_values=cache)  # which drops them
-        with moh.all_heads_active(), pytest.raises(ValueError, match=r"dropped tokens.*use a DynamicCache"):
+        with moh.all_heads_active(), pytest.raises(ValueError, match="use a DynamicCache"):
             moh(draw(2, 1), past_key_values=cache)
 
 

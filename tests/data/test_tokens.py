@@ -51,7 +51,7 @@ def test_much_text_is_not_tokenised_on_the_way(corpus, tokenizer, monkeypatch, t
         (lambda f: (f / "mixture.json").unlink(), r"holds no mixture\.json; name a folder that"),
         (
             lambda f: (f / "mixture.json").write_text('{"status": "finished"}'),
-            r"lacks name; tokenise the text",
+            r"lacks name; tokenize the text",
         ),
         (lambda f: (f / "plain" / "train-00000.ds").write_bytes(b"abc"), r"plain/train-00000\.ds has 3 bytes"),
         (lambda f: (f / "plain" / "train-00000.ds.index").write_bytes(b"abc"), r"\.ds\.index has 3 bytes, \d+ were wr"),
