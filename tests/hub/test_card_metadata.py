@@ -58,6 +58,9 @@ def test_a_local_base_is_not_named_to_the_hub(folder: Path) -> None:
         "tags": ["mixture-of-head", "moh"],
     }
     assert "Base: `base`, a local folder" in check_card(card)["Base model and licence"]
+    write_conversion(folder, "org/base", "c" * 40)
+    data = metadata(build_card(folder, NAME))
+    assert (data["base_model"], data["base_model_relation"]) == ("org/base", "finetune")
 
 
 def test_the_base_says_the_languages(folder: Path, tmp_path: Path) -> None:

@@ -43,31 +43,24 @@ def test_files_that_are_not_part_of_a_model(folder):
 
 def test_an_index_that_nobody_reads(folder):
     """transformers prefers a single file to an index beside it, other libraries the index."""
-    index = json.loads((folder / INDEX_NAME).read_text())
-    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    tensors = {name: tensor for shard in shards for name, tensor in load_file(folder / shard).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    shards = sorted(set(index["weight_map"].values()))
     assert [problem.partition(":")[0] for problem in _found(folder)] == [*shards, INDEX_NAME]
-    for shard in shards:
-        (folder / shard).unlink()
-    (folder / INDEX_NAME).unlink()
-    assert _found(folder) == []
 
 
 def test_files_that_are_part_of_a_model_or_hidden(folder):
-    for name in ("LICENSE", "NOTICE", "USE_POLICY.md", "merges.txt", "tokenizer.model", ".gitattributes"):
-        (folder / name).write_text("x")
-    for name in (".git/config", "__pycache__/x.pyc", "additional_chat_templates/rag.jinja"):
-        (folder / name).parent.mkdir()
+    for name in ("LICENSE", "tokenizer.model", ".git/config", "additional_chat_templates/rag.jinja"):
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("x")
     assert _found(folder) == []
 
 
 def test_files_that_are_missing(folder):
     (folder / "tokenizer_config.json").unlink()
-    assert _found(folder) == ["tokenizer_config.json: is missing; convert or save the model again"]
     min(folder.glob("*.safetensors")).unlink()
-    assert any("which is not there" in problem for problem in _found(folder))
+    missing, shard = sorted(_found(folder), reverse=True)
+    assert missing.startswith("tokenizer_config.json: is missing") and "which is not there" in shard
 
 
 def test_shards_hold_what_the_index_says_and_no_paths(folder):
@@ -88,26 +81,24 @@ def test_shards_hold_what_the_index_says_and_no_paths(folder):
     assert f"places {name} in {shard.name}, which does not hold it" in problem
 
 
-@pytest.mark.parametrize("name", ["config.json", "conversion.json", "README.md", "tokenizer.json", "routing_moh.py"])
+@pytest.mark.parametrize("name", ["config.json", "README.md", "tokenizer.json", "routing_moh.py"])
 def test_a_secret_in_any_text_is_found_and_not_repeated(folder, name):
-    place = folder / name
-    if name == "conversion.json":
-        place.write_text(json.dumps({"base": {"name": f"https://x/{TOKEN}"}}))
-    elif name.endswith(".json"):
-        _edit(place, planted=TOKEN)
+    if name.endswith(".json"):
+        _edit(folder / name, planted=TOKEN)
     else:
-        place.write_text(f"{place.read_text()}\n# {TOKEN}\n")
-    problems = [problem for problem in check_files(folder) if not problem.forceable]
-    assert len(problems) == 1 and problems[0].file == name
-    assert "looks like a Hugging Face token; " in str(problems[0]) and TOKEN not in str(problems[0])
+        with (folder / name).open("a") as file:
+            file.write(f"\n# {TOKEN}\n")
+    (problem,) = [problem for problem in check_files(folder) if not problem.forceable]
+    assert problem.file == name
+    assert "looks like a Hugging Face token" in str(problem) and TOKEN not in str(problem)
 
 
 def test_paths_of_this_machine_are_found(folder):
-    (folder / "conversion.json").write_text(json.dumps({"base": {"name": "/Users/alice/llama"}}))
     (folder / "README.md").write_text("made in /tmp/out/moh\n")
     _edit(folder / "config.json", _name_or_path=str(folder))
-    found = [problem.partition(":")[0] for problem in _found(folder) if "holds a path of this machine" in problem]
-    assert found == ["README.md", "config.json", "conversion.json"] and len(_found(folder)) == 3
+    readme, config = _found(folder)
+    assert readme.startswith("README.md: line 1 holds a path of this machine")
+    assert config.startswith("config.json: ") and "holds a path of this machine" in config
 
 
 # ---- texts
@@ -117,9 +108,7 @@ def test_paths_of_this_machine_are_found(folder):
     ("text", "scrubbed"),
     [
         ("moh-llm evaluate /tmp/x/moh --base=/data/base/ -o a/b", "moh-llm evaluate moh --base=base -o a/b"),
-        ("the mixture `/mnt/disk/mixtures/web.yaml`, twice. /a/b.", "the mixture `web.yaml`, twice. b."),
         ("file:///home/alice/x/y.txt", "y.txt"),
-        ("/home/alice", "home"),
         (str(Path.home()), "home"),
     ],
 )
@@ -127,15 +116,14 @@ def test_paths_are_cut_to_their_last_component(text, scrubbed):
     assert scrub(text) == scrubbed
 
 
-@pytest.mark.parametrize("text", ["https://x.org/a/b", "data/web.yaml", "</tmp></tool>", "1/2, ${X}/a/b", "~/.a/b"])
+@pytest.mark.parametrize("text", ["https://x.org/a/b", "</tmp></tool>", "post to /v1/chat", "1/2, ${X}/a/b, ~/.a/b"])
 def test_texts_that_hold_no_path_of_this_machine(text, tmp_path):
-    assert scrub(text) == text and not find_paths(text, tmp_path)
+    assert not find_paths(text, tmp_path / "model")
 
 
 def test_paths_of_this_machine_are_those_in_its_folders(tmp_path):
-    below = [tmp_path / "x", Path.cwd() / "x", "/home/alice", f"file://{tmp_path}/x", Path("/Users/alice/x")]
+    below = [tmp_path / "x", Path.cwd() / "x", "/home/alice", f"file://{tmp_path}/x"]
     assert all(find_paths(f"made in {path}, once", tmp_path / "model") for path in below)
-    assert not find_paths("post to /v1/chat/completions, see /usr/share/doc", tmp_path / "model")
 
 
 def test_records_are_scrubbed_at_every_depth(tmp_path):

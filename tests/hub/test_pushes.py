@@ -28,20 +28,12 @@ MILESTONES = ["--hub.milestones", "true", "--checkpoint.milestone_every"]
 def test_what_would_prevent_publishing_is_reported_first(recipe, folder, fake_hub, monkeypatch, capsys, tmp_path):
     def refused(*arguments: str) -> str:
         assert main(["train", str(recipe), *arguments]) == 2
-        error = capsys.readouterr().err
-        assert len(error.splitlines()) == 1
-        return error
-
-    def fault(*arguments: str) -> str:
-        assert main(["doctor", str(recipe), *arguments]) == 1
-        (line,) = [line for line in capsys.readouterr().out.splitlines() if "fault" in line[:9]]
+        (line,) = capsys.readouterr().err.splitlines()
         return line
 
     assert "org/m oh cannot be a repository" in refused("--hub.repo_id", "org/m oh")
-    assert "model=nowhere is not a folder" in refused("--model", "nowhere")
     (folder / "README.md").unlink()
-    for told in (refused("--model", str(folder)), fault("--model", str(folder))):
-        assert "leave out hub, and publish the tuned model by moh-llm publish --licence ID, such as apache-2.0" in told
+    assert "moh-llm publish --licence ID" in refused("--model", str(folder))
     (folder / "LICENSE").write_text("LLAMA 3.2 COMMUNITY LICENSE AGREEMENT\nLlama 3.2 Version Release Date\n")
     assert "--hub.repo_id org/moh: the Llama 3.2 Community License" in refused("--model", str(folder))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -49,15 +41,15 @@ def test_what_would_prevent_publishing_is_reported_first(recipe, folder, fake_hu
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
-    assert "there is no token" in refused() and "there is no token" in fault()
+    assert "there is no token" in refused()
+    assert main(["doctor", str(recipe)]) == 1
+    assert "there is no token" in capsys.readouterr().out
     assert not (tmp_path / "run").exists() and not fake_hub.requests
 
 
 def test_the_doctor_accepts_a_job_that_can_publish(recipe, fake_hub, capsys):
     assert main(["doctor", str(recipe), *MILESTONES, "2"]) == 0
-    printed = capsys.readouterr().out
-    assert "hub        a token, a licence and a name that it allows for org/moh" in printed
-    assert "2 checkpoints" in printed and "3 models, together" in printed and not fake_hub.requests
+    assert "3 models, together" in capsys.readouterr().out and not fake_hub.requests
 
 
 # ---- at its end
@@ -82,33 +74,29 @@ def test_a_push_that_fails_is_no_failed_training_and_the_same_command_tries_agai
 
     fake_hub.refuse = None
     (model / "README.md").unlink()
-    before = (model / "model.safetensors").stat().st_mtime_ns
     assert main(command) == 0
     output = capsys.readouterr().out
     assert "nothing to do" in output and f"published: {fake_hub.url}/org/moh" in output
-    assert list(fake_hub.branches["org/moh"]) == ["main"]
     sent = fake_hub.branches["org/moh"]["main"]
     assert set(sent) == {*(path.name for path in model.iterdir()), "run.json", ".gitattributes"}
     assert sent["model.safetensors"] == (model / "model.safetensors").read_bytes() and "README.md" in sent
     assert b"| steps | 4 of 4" in sent["README.md"] and json.loads(sent["run.json"])["config"]["output_dir"] == "run"
-    assert (model / "model.safetensors").stat().st_mtime_ns == before
     assert main(shlex.split(retry)[1:]) == 0  # the other way, which finds all of it there
 
 
 def test_without_a_hub_group_nothing_is_published_and_a_card_is_written(
     recipe, fake_hub, capsys, tmp_path, monkeypatch
 ):
-    assert main(["train", str(recipe), "--hub", "null"]) == 0
-    card = tmp_path / "run" / "model" / "README.md"
-    assert "# run" in card.read_text() and "license: apache-2.0" in card.read_text()
-
     def refuse(model: Path) -> None:
         raise UserError(f"cannot write {model / 'README.md'}: no space left")
 
-    card.unlink()
-    monkeypatch.setattr("moh_llm.hub.card.write_local_card", refuse)
-    assert main(["train", str(recipe), "--hub", "null"]) == 0  # a card is no reason to fail
-    assert "README.md was not written: " in capsys.readouterr().out and not fake_hub.requests
+    with monkeypatch.context() as patch:
+        patch.setattr("moh_llm.hub.card.write_local_card", refuse)
+        assert main(["train", str(recipe), "--hub", "null"]) == 0  # a card is no reason to fail
+    assert "README.md was not written: " in capsys.readouterr().out
+    assert main(["train", str(recipe), "--hub", "null"]) == 0
+    assert "license: apache-2.0" in (tmp_path / "run" / "model" / "README.md").read_text()
+    assert not fake_hub.requests
 
 
 # ---- milestones
@@ -159,57 +147,36 @@ def _pushes(said: list[str]) -> pushes.MilestonePushes:
 
 
 @pytest.mark.slow
-def test_a_milestone_is_published_by_its_own_process(recipe, fake_hub, reached, proven, capsys, tmp_path):
-    command = ["train", str(recipe), *MILESTONES, "2", "--max_steps", "3"]
-    milestone, token = tmp_path / "run" / "milestones" / "step-000002", os.environ["HF_TOKEN"]
-    fake_hub.refuse = 403
-    assert main(command) == 2
-    log, printed = (milestone / "publish.log").read_text(), capsys.readouterr()
-    assert token not in log + printed.out + printed.err
-    last = log.splitlines()[-1]
-    assert last.startswith("error: the token may not write to org/moh") and "[hidden]" in last
-    assert "step-000002 is not published: the token may not write to org/moh" in printed.out
-    fake_hub.refuse = None
-    assert main(command) == 0
-    log, printed = (milestone / "publish.log").read_text(), capsys.readouterr()
-    assert "bit for bit" in log and token not in log + printed.out + printed.err
-    branches = fake_hub.branches["org/moh"]
-    assert sorted(branches) == ["main", "step-000002"]
-    sent = branches["step-000002"]
-    assert sent["model.safetensors"] == (milestone / "model" / "model.safetensors").read_bytes()
-    assert sent["model.safetensors"] != branches["main"]["model.safetensors"]
-    assert b"| steps | 2 of 3" in sent["README.md"] and b"| steps | 3 of 3" in branches["main"]["README.md"]
-    assert b"The run has not finished" in sent["README.md"] and json.loads(sent["run.json"])["steps"] == 2
-    assert f"step-000002 is published: {fake_hub.url}/org/moh/tree/step-000002" in printed.out
-    # The same command again finds it published.
-    requests = fake_hub.asked("step-000002")
-    assert main(command) == 0
-    assert fake_hub.asked("step-000002") == requests and "step-000002" not in capsys.readouterr().out
+def test_a_milestone_is_published_by_its_own_process(recipe, fake_hub, proven, monkeypatch, capsys, tmp_path):
+    """It is proved there, and the Hub, which cannot be reached from there, is asked."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert main(["train", str(recipe), *MILESTONES, "2", "--max_steps", "3"]) == 2
+    log = (tmp_path / "run" / "milestones" / "step-000002" / "publish.log").read_text()
+    printed = capsys.readouterr()
+    assert os.environ["HF_TOKEN"] not in log + printed.out + printed.err
+    assert "bit for bit" in log and log.splitlines()[-1].startswith("error: the connection to the Hub broke")
+    assert "step-000002 is not published: the connection to the Hub broke" in printed.out
+    assert b"| steps | 3 of 3" in fake_hub.branches["org/moh"]["main"]["README.md"]
 
 
 @pytest.mark.slow
-def test_milestones_that_fail_stop_nothing_else_and_are_tried_again(
+def test_a_milestone_that_fails_stops_nothing_else_and_is_tried_again(
     recipe, fake_hub, proven, processes, capsys, tmp_path
 ):
     processes.failing = {"step-000002"}
     command = ["train", str(recipe), *MILESTONES, "2"]
     assert main(command) == 2
     printed, run = capsys.readouterr(), tmp_path / "run"
-    assert processes.started == ["step-000002", "step-000004"]
-    error = printed.err.splitlines()[-1]
-    assert f"its model is {run / 'model'} and is published, but step-000002 is not published" in error
+    assert f"its model is {run / 'model'} and is published, but step-000002 is not" in printed.err.splitlines()[-1]
     retry = f"moh-llm publish {run / 'milestones' / 'step-000002' / 'model'} --repo-id org/moh --revision step-000002"
     assert f"step-000002 is not published: the Hub has no space; try again with `{retry}" in printed.out
     assert "step-000004 is published: http://hub/org/moh/tree/step-000004" in printed.out
     assert "model.safetensors" in fake_hub.branches["org/moh"]["main"]
-
-    processes.failing, processes.started = set(), []
+    processes.failing = set()
     assert main(command) == 0
-    assert processes.started == ["step-000002"]
-    # Another repository has none of them.
-    processes.started = []
-    assert main([*command, "--hub.repo_id", "org/other"]) == 0
-    assert processes.started == ["step-000002", "step-000004"]
+    assert main([*command, "--hub.repo_id", "org/other"]) == 0  # which has none of them
+    assert [name[-1] for name in processes.started] == ["2", "4", "2", "2", "4"]
 
 
 def test_milestones_are_published_one_after_the_other(processes, milestones):
@@ -222,17 +189,9 @@ def test_milestones_are_published_one_after_the_other(processes, milestones):
     assert processes.started == [one.name]
     queued.close()
     assert running.poll() is not None
-    assert said[-1] == "publishing step-000001 was interrupted; the same command publishes it again"
-    queued.wait()  # nothing is begun any more
-    assert processes.started == [one.name]
-    # The next session; the last of them finds the milestones published.
-    queued, processes.endless = _pushes(said), False
-    for milestone in (one, two):
-        queued.add(milestone)
-    assert queued.wait() == [] and processes.started == [one.name, one.name, two.name]
-    queued = _pushes(said)
-    queued.add(one)
-    assert queued.wait() == [] and len(processes.started) == 3
+    assert said[-1].startswith("publishing step-000001 was interrupted")
+    queued.wait()
+    assert processes.started == [one.name]  # nothing is begun any more
 
 
 def test_a_process_that_does_not_start_or_is_killed_is_a_failed_push(processes, milestones, monkeypatch):
@@ -271,16 +230,15 @@ def test_training_that_fails_leaves_no_process_behind(recipe, fake_hub, processe
 # ---- on two processes
 
 TRAIN = """
-import os, subprocess, sys
+import subprocess, sys
 import huggingface_hub.constants
 from moh_llm.cli import main
 from moh_llm.hub import publish, pushes
 
-# Read from the environment, and imported, before this process was forked.
-huggingface_hub.constants.ENDPOINT = os.environ["HF_ENDPOINT"]
-huggingface_hub.constants.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_DISABLE_XET = False, True
+huggingface_hub.constants.HF_HUB_OFFLINE = False  # imported before this process was forked
 record = {"texts": 3, "tokens": 9, "dtype": "float32", "seconds": 1.0, "generated": [""]}
 publish.prove = lambda published, local: publish.Proof(None, record | {"versions": {"transformers": "5"}})
+publish.push = lambda folder, repo_id, *rest: (f"http://hub/{repo_id}", "1" * 40)
 
 
 def start(options, log):
@@ -296,23 +254,10 @@ sys.exit(main(["train", *sys.argv[1:]]))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
-def test_of_two_processes_the_first_publishes(recipe, fake_hub, reached, tmp_path):
-    def launch(output: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
-        environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        words = ["-c", TRAIN, recipe, "--output_dir", output, *flags]
-        return forks.run(*words, folder=ROOT, environment=environment, processes=2, timeout=300)
-
-    done = launch(tmp_path / "run", *MILESTONES, "2", "--max_steps", "4")
+def test_of_two_processes_the_first_publishes(recipe, fake_hub):
+    environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words = ["-c", TRAIN, recipe, *MILESTONES, "2"]
+    done = forks.run(*words, folder=ROOT, environment=environment, processes=2, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    sent = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
-    assert fake_hub.branches["org/moh"]["main"]["model.safetensors"] == sent
-    assert done.stdout.count("published: ") == 3 and len(fake_hub.asked("/commit/")) == 1
+    assert done.stdout.count("published: ") == 3
     assert [done.stdout.count(f"publishing step-00000{step} in") for step in (2, 4)] == [1, 1]
-    # Before it begins: the launch ends, whatever the other process is doing.
-    refused = launch(tmp_path / "none", "--hub.repo_id", "org/m oh")
-    assert refused.returncode != 0 and "org/m oh cannot be a repository" in refused.stderr
-    # Again, of the finished run.
-    fake_hub.branches.clear()
-    again = launch(tmp_path / "run", *MILESTONES, "2", "--max_steps", "4")
-    assert again.returncode == 0 and "nothing to do" in again.stdout
-    assert "model.safetensors" in fake_hub.branches["org/moh"]["main"]
