@@ -91,15 +91,14 @@ def _recipe(converted: Path, **keys: Any) -> Path:
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_files_that_are_no_objects(base: Path, refused: Callable[..., str], name: str, content: str) -> None:
     (base / name).write_text(content)
-    line = refused("convert", base, "--output", base.parent / "moh", "--heldout-tokens", "0")
-    assert ("config.json" if name == "config.json" else "tokenizer") in line
+    assert name in refused("convert", base, "--output", base.parent / "moh", "--heldout-tokens", "0")
 
 
-@pytest.mark.parametrize(("name", "words"), [("config.json", "is not a regular file"), ("tokenizer.json", "tokenizer")])
-def test_a_pipe_is_not_waited_for(base: Path, refused: Callable[..., str], name: str, words: str) -> None:
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_pipe_is_not_waited_for(base: Path, refused: Callable[..., str], name: str) -> None:
     (base / name).unlink()
     os.mkfifo(base / name)
-    assert words in refused("convert", base, "--output", base.parent / "moh", "--heldout-tokens", "0")
+    assert "is not a regular file" in refused("convert", base, "--output", base.parent / "moh", "--heldout-tokens", "0")
 
 
 @pytest.mark.parametrize("file", [7, "a\0b", "../model.safetensors"])
