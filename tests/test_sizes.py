@@ -1,0 +1,25 @@
+"""The package stays small enough to read. A limit that is too high is lowered; none is raised for a feature."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST = 350  # lines of a file
+
+
+def lines(folder: str) -> dict[str, int]:
+    """Number of lines of each Python file in a folder."""
+    return {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in (ROOT / folder).rglob("*.py")}
+
+
+@pytest.mark.parametrize(
+    ("folder", "most_lines", "most_files"), [("moh_llm", 27_500, 165), ("moh_llm/modeling", 1_550, 8)]
+)
+def test_a_folder_stays_small(folder, most_lines, most_files):
+    found = lines(folder)
+    assert sum(found.values()) <= most_lines and len(found) <= most_files
+
+
+def test_no_file_is_long():
+    assert {name: count for name, count in lines("moh_llm").items() if count > LONGEST} == {}
