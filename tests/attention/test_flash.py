@@ -1,8 +1,11 @@
 """What flash-attn-4 is given, by a stand-in that computes it plainly; and that its calls compile for Hopper."""
 
 import math
+import os
+import subprocess
 import sys
 import types
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import pytest
@@ -182,3 +185,43 @@ def test_compiled_models_contain_the_operation(flash_attn):
     torch.library.opcheck(torch.ops.moh_llm.flash.default, (*states, 0.3, 5, [], []))
     by_token = states[0].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     torch.library.opcheck(torch.ops.moh_llm.flash.default, (by_token, *states[1:], 0.3, None, [], []))
+
+
+SCRIPT = """
+import sys, torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from moh_llm.attention import Call, flash
+
+def states(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="cuda")
+
+size, kind = int(sys.argv[1]), sys.argv[2]
+with FakeTensorMode():
+    query, key, window, bounds, lists = states(1, 4, 512, size), states(1, 2, 256, size), None, [], []
+    if kind == "sorted":
+        query, key = states(1, 2, 512, size), states(1, 2, 256, size)
+        bounds = [states(1, 2, 512, dtype=torch.int32) for _ in range(4)]
+        for rows, columns in ((4, 2), (2, 4)):
+            lists += [states(1, 2, *shape, dtype=torch.int32) for shape in 2 * ((rows,), (rows, columns))]
+    if kind == "window":
+        window = 128
+    out, lse = flash.forward(query, key, key, 0.1, window, bounds, lists)
+    assert out.shape == query.shape and lse.shape == query.shape[:3]
+    gradients = flash.backward(out, lse, query, key, key, out, lse, 0.1, window, bounds, lists)
+    assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, key.shape]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "size"), [("sorted", 64), ("sorted", 128), ("causal", 128), ("window", 128)])
+def test_calls_compile_for_hopper(kind, size):
+    """Forward and backward, in a process of its own: no GPU need be here, and tensors are fake."""
+    try:
+        version(flash.PACKAGE)
+    except PackageNotFoundError:
+        pytest.skip(f"needs {flash.PACKAGE}")
+    environment = os.environ | {"FLASH_ATTENTION_ARCH": "sm_90a", "CUTE_DSL_ARCH": "sm_90a"}
+    environment |= {"FLASH_ATTENTION_NUM_SMS": "132", "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-c", SCRIPT, str(size), kind]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

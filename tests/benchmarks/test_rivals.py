@@ -129,3 +129,13 @@ def test_costs_are_of_the_heads_that_the_router_drops():
         effects.append((error @ sample.gradients[token - sample.fitted]).item())
     assert fit.cost == pytest.approx(np.square(effects).mean() / 2, rel=1e-5)
     assert (fit.dropped, fit.shared_heads, fit.tensors) == (2, [0], {})
+
+
+def test_a_budget_may_be_a_fraction_of_a_head(command, tmp_path):
+    status, _, record, said = command("out", "--methods", "ours", "fixed heads", "--budgets", "4.5", "--by-text")
+    assert status == 0
+    (text,) = record["seeds"]["0"]
+    assert said.count(f"{text}: 6 documents") == 2  # over all texts, and of the only one
+    assert len(re.findall(r"^\| 0\.750 \| (?:ours|fixed heads) \|", said, re.MULTILINE)) == 4
+    for fitted in rivals.read_fits(tmp_path / "out" / "fits-0.safetensors").values():
+        assert sum(fitted["config"]["num_active_heads"]) == 9  # of two layers

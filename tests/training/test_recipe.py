@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.training.changed_options import changed_options, without_removed
 from moh_llm.training.config import LoraConfig
@@ -98,3 +99,14 @@ def test_a_record_with_removed_options_is_todays_unless_they_changed_the_curve()
     for epsilon, changed in ((1e-8, []), (1e-6, ["optimizer.epsilon"])):
         earlier = new | {"optimizer": {"learning_rate": 1e-3, "epsilon": epsilon}}
         assert changed_options(earlier, new | {"optimizer": {"learning_rate": 1e-3}}) == changed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_makes_its_first_step_at_toy_size(path: Path, model_folder, mixture_file, tmp_path) -> None:
+    small = {"model": model_folder, "output_dir": tmp_path / "run", "max_steps": 1, "mixed_precision": "no"}
+    small |= {"data.mixture": mixture_file, "data.sequence_length": 32}
+    small |= {"data.batch_size": 4, "data.micro_batch_size": 2}
+    small |= {"schedule.warmup_steps": 0, "evaluation.max_tokens": 128}
+    assert main(["train", str(path), *(f"--{name}={value}" for name, value in small.items())]) == 0
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
