@@ -73,7 +73,8 @@ def test_every_method_has_a_row_and_ours_is_the_converters(
     seeds = record["seeds"]
     assert seeds["0"] != seeds["1"]
     # With the converter's own text, seed 0 is the converter's model.
-    assert convert(base, tmp_path / "moh", "--num-active-heads", str(BUDGET), "--heldout-tokens", "0") == 0
+    flags = ["--fallback", "value", "--num-active-heads", str(BUDGET), "--heldout-tokens", "0"]
+    assert convert(base, tmp_path / "moh", *flags) == 0
     written = read_tensors(tmp_path / "moh")
     fitted = rivals.read_fits(tmp_path / "out" / "fits-0.safetensors")[f"ours/{BUDGET}"]["tensors"]
     assert fitted and all(written[name].equal(tensor) for name, tensor in fitted.items())

@@ -25,9 +25,12 @@ ARGUMENTS = {
 
 @pytest.fixture(scope="module")
 def folders(made_once, make_llama, convert) -> dict[str, Path]:
-    """The default conversions, of short and of long context."""
+    """Conversions with value fallbacks, whose linear router is trained, and with local ones."""
     local = ["--fallback", "local", "--local-window", "6", "local_sinks=2", "--local-start", "12"]
-    flags = {"value": ["--num-active-heads", "3"], "local": [*local, "--keys", "0.76", "--context", "64"]}
+    flags = {
+        "value": ["--fallback", "value", "--num-active-heads", "3"],
+        "local": [*local, "--keys", "0.76", "--context", "64"],
+    }
 
     def make(name: str) -> Path:
         base = make_llama(num_hidden_layers=2)

@@ -170,7 +170,8 @@ AutoModelForCausalLM.from_pretrained(sys.argv[3], trust_remote_code=True)
     assert done.returncode == 0, done.stderr
     with torch.no_grad():
         expected = MoHLlamaForCausalLM.from_pretrained(output).eval()(torch.arange(1, 30)[None]).logits
-    assert torch.equal(torch.load(tmp_path / "logits.pt", weights_only=True), expected)
+    # The package computes attention by a backend, the model's own code by its reference.
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt", weights_only=True), expected)
 
 
 def test_importance_and_dtype(make_llama, convert, tmp_path):

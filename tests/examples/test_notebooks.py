@@ -22,7 +22,8 @@ NOT_RUN = "4_llama3_8b"
 def test_they_run_on_a_tiny_base(make_llama, tmp_path, monkeypatch) -> None:
     pytest.importorskip("uvicorn")
     pytest.importorskip("matplotlib")
-    base = make_llama(max_position_embeddings=512, num_hidden_layers=3, initializer_range=0.3)
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}
+    base = make_llama(max_position_embeddings=512, num_hidden_layers=3, initializer_range=0.3, **heads)
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(base)

@@ -188,7 +188,8 @@ from moh_llm.training.step import TrainingStep, accumulate_gradients, make_optim
 
 model = MoHLlamaConfig(vocab_size=4000, hidden_size=256, intermediate_size=704, num_hidden_layers=4,
                        num_attention_heads=8, num_key_value_heads=2, router_type="linear")
-recipe = TrainConfig(model="m", output_dir="o", max_steps=9, mixed_precision="bf16", data=DataConfig("", 16, 4, 1))
+data = DataConfig("embedded", 16, 4, 1)
+recipe = TrainConfig(model="m", output_dir="o", max_steps=9, mixed_precision="bf16", data=data)
 accelerator = make_accelerator(recipe)
 student, teacher = MoHLlamaForCausalLM(model), MoHLlamaForCausalLM(model).bfloat16().requires_grad_(False)
 optimizer = make_optimizer(student, recipe)
