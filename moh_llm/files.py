@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from moh_llm.errors import UserError, without_passwords_in
 
 # Errors of the place that is written to, rather than of the program.
@@ -236,10 +238,10 @@ def _clear_leftovers(output: Path) -> None:
 
 
 def _is_running(process: int) -> bool:
+    """Whether a process of this number runs; one that has ended and that its parent has not noticed does not."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
+    except psutil.AccessDenied:
         return True
-    return True
