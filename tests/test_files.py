@@ -1,11 +1,14 @@
 """What belongs to a folder, by links; and what a folder that is made replaces."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from moh_llm.errors import UserError
-from moh_llm.files import check_links, check_place, new_folder, outside
+from moh_llm.files import check_links, check_place, new_folder, outside, scratch_folder
 
 
 @pytest.fixture
@@ -94,3 +97,14 @@ def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
     with new_folder(output) as folder:
         (folder / "new.txt").write_text("new")
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "new.txt"]
+
+
+def test_what_a_process_left_is_removed_before_its_parent_has_noticed_its_end(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and still in the list of processes
+    with scratch_folder(tmp_path / "out") as own:
+        left = own.with_name(own.name.replace(f".{os.getpid()}.", f".{child.pid}."))
+    left.mkdir()
+    with scratch_folder(tmp_path / "out"):
+        assert not left.exists()
+    child.wait()

@@ -153,7 +153,7 @@ def allocate(costs: Sequence[Mapping[int, float]], total: int) -> list[int]:
         total: drops in all layers together.
 
     Raises:
-        UserError: the layers together cannot drop so many.
+        UserError: the layers together cannot drop `total` heads.
     """
     best = [0.0] + [math.inf] * total
     choices = []

@@ -202,7 +202,7 @@ def prompts(loaded: list[Loaded], items: int, say: Callable[[str], None] = lambd
 
     Args:
         loaded: the benchmarks. Their tasks are left with the requests of these items.
-        items: at most so many of each benchmark.
+        items: largest number of items per benchmark.
         say: receives a line for each benchmark that is left out because its text cannot be built.
     """
     texts = {}

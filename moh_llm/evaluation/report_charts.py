@@ -29,7 +29,7 @@ _COSTS = {
 _TOKENS = Axis("training tokens")
 # Curves that follow from the recipe have no noise to smooth.
 EXACT = ("learning_rate", "router_learning_rate", "heads_asked")
-# Up to so many points a curve is drawn as it is; a longer one as its running median, at about _DRAWN points.
+# A curve with more points is drawn as its running median, at about _DRAWN points.
 RAW_POINTS, _DRAWN = 200, 400
 
 

@@ -140,7 +140,7 @@ def _run(lm: "HFLM", batch: list[Input], shared: int, kept: int, cache: DynamicC
     The cache is cut to ``kept`` tokens and grows to the ``shared`` ones, or to all tokens of a single input.
     """
     options: dict[str, Any] = {"dtype": torch.long, "device": lm.device}
-    cache.crop(kept - cache.get_seq_length())  # a negative number: so many off its end
+    cache.crop(kept - cache.get_seq_length())  # a negative number removes tokens from the end
     if shared > kept:
         prefix = torch.tensor([batch[0].tokens[kept:shared]], **options)
         lm.model(input_ids=prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
