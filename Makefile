@@ -1,5 +1,5 @@
 # make quickstart   installs what it needs; then converts, tunes and scores a small real model
-#                   BASE=FOLDER_OR_HUB_ID takes another base than SmolLM2-135M, MINUTES=N other than 5 minutes
+#                   BASE=FOLDER_OR_HUB_ID takes another base than SmolLM2-135M
 # make test         sets up and runs the tests but for the slow ones
 # make test-all     all of them, as CI does
 # make test-clients runs TRL's trainers and vLLM (in an environment of its own, of 4 GB) on converted models
@@ -14,12 +14,11 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM ?= .venv-vllm
 OUTPUT ?= out/quickstart
-MINUTES ?= 5
 
 .PHONY: quickstart test test-slow test-all test-clients test-cluster mutants results-check lint reference docs
 
 quickstart: $(VENV)/quickstart-installed
-	$(VENV)/bin/moh-llm quickstart --minutes $(MINUTES) --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
+	$(VENV)/bin/moh-llm quickstart --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
 
 test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow"

