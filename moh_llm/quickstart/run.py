@@ -1,4 +1,4 @@
-"""The quick start: convert, train and evaluate as a user would give them, on little text, then a table of the results."""
+"""The quick start: convert, train and evaluate as a user would, on little text, then a table of the results."""
 
 import shlex
 import time
