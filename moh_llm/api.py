@@ -13,7 +13,6 @@ docs/reference.md lists. Bad input raises `moh_llm.errors.UserError`, a message 
 functions, so that `import moh_llm` is fast.
 """
 
-import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,7 +79,7 @@ def to_dense(model: PathLike, output: PathLike, *, overwrite: bool = False) -> "
 def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **options: Any) -> "RunRecord":
     """Tune a converted model as a recipe says, or resume the run that ``output_dir`` holds.
 
-    With a ``hub`` group in the recipe, milestones are published during training and the tuned model at the end.
+    With a ``hub`` group in the recipe, the tuned model is published at the end.
 
     Args:
         recipe: a YAML file, or a `TrainConfig`.
@@ -94,7 +93,7 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **option
     Raises:
         UserError: bad input, or the run or its publication failed.
     """
-    from moh_llm.hub.pushes import MilestonePushes, check_hub, publish_run, write_run_card
+    from moh_llm.hub.pushes import check_hub, finish_run
     from moh_llm.recipe import read_options, recipe_values
     from moh_llm.training.config import TrainConfig
     from moh_llm.training.loop import train as train_model
@@ -104,12 +103,9 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **option
     else:
         given = [("train", *item) for item in options.items()]
         config = read_options(TrainConfig, [*recipe_values(recipe), *given])
-    # The first process publishes.
-    if config.hub is None or os.environ.get("RANK", "0") != "0":
-        return train_model(config, overwrite, on_finish=lambda _: write_run_card(config))
-    check_hub(config)
-    with contextlib.closing(MilestonePushes(config.hub)) as pushes:
-        return train_model(config, overwrite, on_milestone=pushes.add, on_finish=lambda _: publish_run(config, pushes))
+    if os.environ.get("RANK", "0") == "0":  # the first process publishes
+        check_hub(config)
+    return train_model(config, overwrite, on_finish=lambda _: finish_run(config))
 
 
 def evaluate(models: PathLike | Sequence[PathLike], *, command_line: str = "", **options: Any) -> "Evaluation":

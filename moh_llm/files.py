@@ -21,7 +21,7 @@ from moh_llm.errors import UserError, without_passwords_in
 _DISK_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 # Folders that a training run writes (not reports, which another command makes there).
-_OF_RUNS = {"model", "checkpoints", "milestones", "tensorboard"}
+_OF_RUNS = {"model", "checkpoints", "tensorboard"}
 _CACHED = re.compile(r"(models|datasets|spaces)--.")  # folders of a Hub cache
 
 

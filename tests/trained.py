@@ -45,6 +45,6 @@ def unfinish(folder: Path, step: int) -> None:
     """Make a finished run one that stopped right after the checkpoint of ``step``."""
     (folder / "run.json").write_text(json.dumps(read_record(folder) | {"status": "running"}))
     shutil.rmtree(folder / "model")
-    for path in [*(folder / "checkpoints").iterdir(), *folder.glob("milestones/step-*")]:
+    for path in (folder / "checkpoints").iterdir():
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)

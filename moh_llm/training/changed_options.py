@@ -14,6 +14,7 @@ REMOVED = {
     "evaluation.batch_size": "held-out text is scored in batches of data.micro_batch_size sequences",
     "gradient_checkpointing_every": "gradient_checkpointing recomputes every layer",
     "hub.licence": "the licence on record is taken; moh-llm publish --licence names one that is not",
+    "hub.milestones": "`moh-llm checkpoint export` makes a model of a checkpoint, and `moh-llm publish` publishes it",
     "hub.private": "create the repository as private on the Hub before the run; one that exists stays as it is",
     "optimizer.epsilon": "AdamW has PyTorch's, 1e-8",
     "schedule.start_learning_rate": "warm-up rises from 1e-5",

@@ -191,9 +191,6 @@ class HubConfig:
     repo_id: str
     """Repository that gets the tuned model, `ORG/NAME`. One that is private stays so."""
 
-    milestones: bool = False
-    """Publish the model of each milestone, too, to a branch such as step-000100."""
-
     def __post_init__(self) -> None:
         _require("/" in self.repo_id, f"hub.repo_id={self.repo_id} must name a repository on the Hub, ORG/NAME")
 
@@ -302,10 +299,6 @@ class TrainConfig:
             not self.freeze_base or self.lora is None,
             "freeze_base=true leaves no weight for adapters: set lora to null, or freeze_base to false, as adapters "
             "leave the base's weights as they are, too",
-        )
-        _require(
-            self.hub is None or not self.hub.milestones or self.checkpoint.milestone_every > 0,
-            "hub.milestones=true needs milestones: set checkpoint.milestone_every to the steps between them",
         )
 
     @property

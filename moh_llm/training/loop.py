@@ -40,7 +40,7 @@ from moh_llm.training.preflight import check_machine
 from moh_llm.training.preflight_inputs import read_model_config
 from moh_llm.training.reference import Reference, agreed_starting_point, expected_reference
 from moh_llm.training.runs import Run, describe_data, mark_model
-from moh_llm.training.saving import is_finished, is_milestone, keep_milestone, save_network
+from moh_llm.training.saving import is_finished, save_network
 from moh_llm.training.scoring import RoutingCounts, evaluate, measure_floor, score_saved
 from moh_llm.training.sharding import build_networks
 from moh_llm.training.shared_heads import set_temperature
@@ -51,7 +51,6 @@ def train(
     config: TrainConfig,
     overwrite: bool = False,
     say: Callable[[str], None] = say,
-    on_milestone: Callable[[Path], None] = lambda folder: None,
     on_finish: Callable[[RunRecord], None] = lambda record: None,
 ) -> RunRecord:
     """Carry out a run, or what is left of it, and return its record (`OUTPUT/run.json`).
@@ -60,8 +59,6 @@ def train(
         config: the recipe.
         overwrite: start anew where ``config.output_dir`` holds a run.
         say: prints one line.
-        on_milestone: called on the main process with the folder of each milestone that exists at the start, and of each
-            that is saved (`moh_llm.training.saving`). Training waits until it returns.
         on_finish: called on the main process with the record of a finished run, also of one that was finished before,
             while the folder is locked.
 
@@ -81,10 +78,7 @@ def train(
         mark = from_main(accelerator, lambda: mark_model(config))
         with accelerator.main_process_first():
             run = Run(config, overwrite and main, writes=main, mark=mark)
-        if main:
-            for milestone in sorted(run.milestones.glob("step-*")):
-                on_milestone(milestone)
-        training = _Training(config, accelerator, run, say if main else lambda _: None, on_milestone)
+        training = _Training(config, accelerator, run, say if main else lambda _: None)
         if from_main(accelerator, lambda: is_finished(run, say)):
             training.check_again()
         else:
@@ -101,16 +95,8 @@ def train(
 class _Training:
     """The phases of a run, in the order in which `train` calls them; attributes are what earlier phases found."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        accelerator: Accelerator,
-        run: Run,
-        say: Callable[[str], None],
-        on_milestone: Callable[[Path], None],
-    ):
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, run: Run, say: Callable[[str], None]):
         self.config, self.accelerator, self.run, self.say = config, accelerator, run, say
-        self.on_milestone = on_milestone
         self.done, self.updates, self.seconds = 0, 0, 0.0  # steps made, updates of the weights, time of the steps
         # Scores and routing before any step, with which later ones are compared, in a resumed run too.
         self.start_scores: Scores | None = None
@@ -194,8 +180,6 @@ class _Training:
             run.checkpoints, accelerator, nets.model, nets.optimizer, nets.weights, config.checkpoint
         )
         self.watch = DivergenceWatch(config.divergence, run.trim_log(self.done if found else -1))
-        if found is not None and not (run.milestones / found[0].name).exists():
-            self._keep_milestone(self.done, found[0])  # the run was stopped between the two
         start_trackers(accelerator, config, self.done)
         self.say(
             f"{nets.counts['trained']:,} of {nets.counts['total']:,} weights are trained on "
@@ -298,17 +282,9 @@ class _Training:
         self.updates = load_checkpoint(checkpoint, self.accelerator, nets.model, nets.optimizer, nets.weights)
 
     def _save(self, step: int, receipt: dict[str, Any]) -> None:
-        """Begin to write a checkpoint; a milestone is made once it is complete."""
+        """Begin to write a checkpoint."""
         facts = {"updates": self.updates, "seconds": round(self.seconds, 3), "data": receipt}
-        saved = self.checkpoints.begin(step, facts)
-        if is_milestone(self.config, step):
-            self.checkpoints.wait()
-            self._keep_milestone(step, saved)
-
-    def _keep_milestone(self, step: int, checkpoint: Path) -> None:
-        # The other processes wait in their next step.
-        if is_milestone(self.config, step) and self.accelerator.is_main_process:
-            self.on_milestone(keep_milestone(self.config, self.run, self.tokenizer, self.start, step, checkpoint))
+        self.checkpoints.begin(step, facts)
 
     # ---- the tuned model
 

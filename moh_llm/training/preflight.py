@@ -215,7 +215,7 @@ def check_batch(config: TrainConfig, processes: int) -> Finding:
 
 
 def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Finding:
-    """Whether the output's disk has room for checkpoints (12 bytes for each trained weight) and models.
+    """Whether the output's disk has room for checkpoints (12 bytes for each trained weight) and the model.
 
     The newest `save_total_limit` checkpoints, the milestones and the one being written exist at the same time. What an
     earlier start of the run left takes no more room.
@@ -224,10 +224,9 @@ def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Find
     made = -(-config.max_steps // keep.save_steps)
     milestones = config.max_steps // keep.milestone_every if keep.milestone_every else 0
     kept = keep.save_total_limit + milestones + 1
-    models = 1 + (milestones if config.hub is not None and config.hub.milestones else 0)
     dtype = model.dtype or torch.float32
     number = min(made, kept)
-    checkpoints, saved = 12 * sizes.trained * number, sizes.base * dtype.itemsize * models
+    checkpoints, saved = 12 * sizes.trained * number, sizes.base * dtype.itemsize
     there = sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))
     real = Path(os.path.realpath(folder))
     place = next(parent for parent in (real, *real.parents) if parent.exists())
@@ -235,9 +234,8 @@ def check_disk(config: TrainConfig, model: MoHLlamaConfig, sizes: Sizes) -> Find
         return Finding("fault", "disk", f"the disk of {place} is read-only; change --output_dir")
     free = shutil.disk_usage(place).free
     text = (
-        f"{number} checkpoints of {12 * sizes.trained / _GIB:.2f} GiB and "
-        f"{'a model' if models == 1 else f'{models} models, together'} of {saved / _GIB:.2f} GiB to {folder}; "
-        f"{free / _GIB:.1f} GiB are free"
+        f"{number} checkpoints of {12 * sizes.trained / _GIB:.2f} GiB and a model of {saved / _GIB:.2f} GiB to "
+        f"{folder}; {free / _GIB:.1f} GiB are free"
     )
     if checkpoints + saved - min(there, checkpoints) > free:
         text += "; free some space, lower checkpoint.save_total_limit or change --output_dir"

@@ -3,7 +3,6 @@
 OUTPUT/run.json      recipe, model, data, versions; when finished also tokens, seconds, scores
        log.jsonl     one line per step; everything but ``timing`` repeats exactly on resume
        checkpoints/  see `moh_llm.training.checkpoints`
-       milestones/   see `moh_llm.training.checkpoints`
        model/        the tuned model
        tensorboard/  see `moh_llm.training.log`
        report/       what `moh-llm report` makes
@@ -82,14 +81,14 @@ class Run:
         self._writes = writes
         self.folder = Path(config.output_dir)
         self.model = self.folder / "model"
-        self.checkpoints, self.milestones = self.folder / "checkpoints", self.folder / "milestones"
+        self.checkpoints = self.folder / "checkpoints"
         self._record_path, self._log_path = self.folder / RUN_RECORD, self.folder / LOG
         mark = mark or mark_model(config)
         if overwrite and self.folder.is_dir():
             # `--model RUN/model --output_dir RUN` would remove the model before it is read.
             check_holds_none(self.folder, [config.model])
             # The record goes last: an interrupted removal still reads as a run.
-            for path in (self.model, self.checkpoints, self.milestones, self.folder / TRACKERS, self.folder / "report"):
+            for path in (self.model, self.checkpoints, self.folder / TRACKERS, self.folder / "report"):
                 shutil.rmtree(path, ignore_errors=True)
             for path in (self._log_path, self._record_path):
                 path.unlink(missing_ok=True)

@@ -1,11 +1,4 @@
-"""The models that a run writes: the tuned one, those of its milestones, and one that is exported from a checkpoint.
-
-    OUTPUT/milestones/step-000100/model/     the model after 100 steps, to be used like any other
-                                  run.json   the run's record up to that step
-                                  log.jsonl  its log up to that step
-
-A milestone reads as a run that ended there, so a card or a report shows what held then.
-"""
+"""The models that a run writes: the tuned one, and one that is exported from a checkpoint."""
 
 import shutil
 from collections.abc import Callable
@@ -29,10 +22,10 @@ from moh_llm.records.tensors import cast_weight, matrix_dtype, tensor_dtypes
 from moh_llm.terminal import say_aside
 from moh_llm.training import networks
 from moh_llm.training.changed_options import REMOVED, without_removed
-from moh_llm.training.checkpoints import CHECKPOINT_RECORD, newest_checkpoint, read_weights, verified_record
+from moh_llm.training.checkpoints import newest_checkpoint, read_weights, verified_record
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.reference import StartingPoint, find_starting_point
-from moh_llm.training.runs import LOG, RUN_RECORD, Run, mark_model
+from moh_llm.training.runs import RUN_RECORD, Run, mark_model
 from moh_llm.training.shared_heads import fix_shared_heads
 
 
@@ -92,29 +85,6 @@ def _cast(network: torch.nn.Module, folder: Path) -> torch.dtype:
         for name, weight in network.named_parameters():
             weight.data = cast_weight(weight.data, stored.get(name, widest), name)
     return widest
-
-
-def is_milestone(config: TrainConfig, step: int) -> bool:
-    """Whether the recipe asks for the model after that step."""
-    return config.hub is not None and config.hub.milestones and step % config.checkpoint.milestone_every == 0
-
-
-def keep_milestone(
-    config: TrainConfig,
-    run: Run,
-    tokenizer: PreTrainedTokenizerBase,
-    starting_point: StartingPoint,
-    step: int,
-    checkpoint: Path,
-) -> Path:
-    """Save the model of the complete checkpoint after ``step`` steps, where the run's log ends; return its folder."""
-    state, folder = CheckpointRecord.read(checkpoint / CHECKPOINT_RECORD), run.milestones / checkpoint.name
-    with new_folder(folder, overwrite=True) as temporary:
-        save_network(config, checkpoint, tokenizer, temporary / "model", starting_point, step)
-        facts = {"steps": step, "tokens": step * config.tokens_per_step, "seconds": state.seconds}
-        run.record.model_copy(update={**facts, "data_read": state.data}).write(temporary / RUN_RECORD)
-        shutil.copyfile(run.folder / LOG, temporary / LOG)
-    return folder
 
 
 def is_finished(run: Run, say: Callable[[str], None]) -> bool:

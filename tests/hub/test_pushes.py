@@ -1,26 +1,14 @@
-"""Training that publishes: checked before it begins, milestones in the background, the model at its end."""
+"""Training that publishes: checked before it begins, the model sent at its end."""
 
 import json
 import os
-import queue
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
-import forks
 import pytest
-import torch
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
-from moh_llm.hub import pushes
-from moh_llm.hub.config import PublishConfig
-from moh_llm.training.config import HubConfig
-
-ROOT = Path(__file__).resolve().parents[2]
-MILESTONES = ["--hub.milestones", "true", "--checkpoint.milestone_every"]
-
 
 # ---- before it begins
 
@@ -48,8 +36,8 @@ def test_what_would_prevent_publishing_is_reported_first(recipe, folder, fake_hu
 
 
 def test_the_doctor_accepts_a_job_that_can_publish(recipe, fake_hub, capsys):
-    assert main(["doctor", str(recipe), *MILESTONES, "2"]) == 0
-    assert "3 models, together" in capsys.readouterr().out and not fake_hub.requests
+    assert main(["doctor", str(recipe)]) == 0
+    assert "a token, a licence and a name" in capsys.readouterr().out and not fake_hub.requests
 
 
 # ---- at its end
@@ -97,167 +85,3 @@ def test_without_a_hub_group_nothing_is_published_and_a_card_is_written(
     assert main(["train", str(recipe), "--hub", "null"]) == 0
     assert "license: apache-2.0" in (tmp_path / "run" / "model" / "README.md").read_text()
     assert not fake_hub.requests
-
-
-# ---- milestones
-
-
-class Processes:
-    """In place of `moh-llm publish`: processes that end at once, or not before they are stopped."""
-
-    def __init__(self) -> None:
-        self.started: list[str | None] = []
-        self.failing: set[str | None] = set()
-        self.endless = False
-        self.running: queue.Queue[subprocess.Popen[bytes]] = queue.Queue()
-
-    def start(self, options: PublishConfig, log: Path) -> "subprocess.Popen[bytes]":
-        """In place of `pushes.start_publishing`."""
-        self.started.append(options.revision)
-        code = f"print('published: http://hub/{options.repo_id}/tree/{options.revision}')"
-        if options.revision in self.failing:
-            code = "import sys; print('x'); sys.exit('error: the Hub has no space')"
-        if self.endless:
-            code = "import time; time.sleep(600)"
-        with log.open("wb") as output:
-            process = subprocess.Popen([sys.executable, "-uc", code], stdout=output, stderr=output)
-        self.running.put(process)
-        return process
-
-
-@pytest.fixture
-def processes(monkeypatch) -> Processes:
-    """Milestones are published by `Processes`."""
-    found = Processes()
-    monkeypatch.setattr(pushes, "start_publishing", found.start)
-    return found
-
-
-@pytest.fixture
-def milestones(tmp_path) -> list[Path]:
-    """The folders of two milestones."""
-    folders = [tmp_path / "step-000001", tmp_path / "step-000002"]
-    for folder in folders:
-        folder.mkdir()
-    return folders
-
-
-def _pushes(said: list[str]) -> pushes.MilestonePushes:
-    return pushes.MilestonePushes(HubConfig("org/moh", milestones=True), said.append)
-
-
-@pytest.mark.slow
-def test_a_milestone_is_published_by_its_own_process(recipe, fake_hub, proven, monkeypatch, capsys, tmp_path):
-    """It is proved there, and the Hub, which cannot be reached from there, is asked."""
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    assert main(["train", str(recipe), *MILESTONES, "2", "--max_steps", "3"]) == 2
-    log = (tmp_path / "run" / "milestones" / "step-000002" / "publish.log").read_text()
-    printed = capsys.readouterr()
-    assert os.environ["HF_TOKEN"] not in log + printed.out + printed.err
-    assert "bit for bit" in log and log.splitlines()[-1].startswith("error: the connection to the Hub broke")
-    assert "step-000002 is not published: the connection to the Hub broke" in printed.out
-    assert b"| steps | 3 of 3" in fake_hub.branches["org/moh"]["main"]["README.md"]
-
-
-@pytest.mark.slow
-def test_a_milestone_that_fails_stops_nothing_else_and_is_tried_again(
-    recipe, fake_hub, proven, processes, capsys, tmp_path
-):
-    processes.failing = {"step-000002"}
-    command = ["train", str(recipe), *MILESTONES, "2"]
-    assert main(command) == 2
-    printed, run = capsys.readouterr(), tmp_path / "run"
-    assert f"its model is {run / 'model'} and is published, but step-000002 is not" in printed.err.splitlines()[-1]
-    retry = f"moh-llm publish {run / 'milestones' / 'step-000002' / 'model'} --repo-id org/moh --revision step-000002"
-    assert f"step-000002 is not published: the Hub has no space; try again with `{retry}" in printed.out
-    assert "step-000004 is published: http://hub/org/moh/tree/step-000004" in printed.out
-    assert "model.safetensors" in fake_hub.branches["org/moh"]["main"]
-    processes.failing = set()
-    assert main(command) == 0
-    assert main([*command, "--hub.repo_id", "org/other"]) == 0  # which has none of them
-    assert [name[-1] for name in processes.started] == ["2", "4", "2", "2", "4"]
-
-
-def test_milestones_are_published_one_after_the_other(processes, milestones):
-    said: list[str] = []
-    one, two = milestones
-    queued, processes.endless = _pushes(said), True
-    for milestone in (one, two, two):
-        queued.add(milestone)  # which does not wait
-    running = processes.running.get(timeout=60)
-    assert processes.started == [one.name]
-    queued.close()
-    assert running.poll() is not None
-    assert said[-1].startswith("publishing step-000001 was interrupted")
-    queued.wait()
-    assert processes.started == [one.name]  # nothing is begun any more
-
-
-def test_a_process_that_does_not_start_or_is_killed_is_a_failed_push(processes, milestones, monkeypatch):
-    said: list[str] = []
-    queued, processes.endless = _pushes(said), True
-    queued.add(milestones[0])
-    running = processes.running.get(timeout=60)
-
-    def start(options: PublishConfig, log: Path) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(pushes, "start_publishing", start)
-    running.kill()
-    queued.add(milestones[1])
-    assert queued.wait() == ["step-000001", "step-000002"]
-    assert "step-000001 is not published: it ended with status -9 after ''; try again with `moh-llm" in said[-2]
-    assert "is not published: its process could not be started, Cannot allocate memory; try again with" in said[-1]
-
-
-@pytest.mark.slow
-def test_training_that_fails_leaves_no_process_behind(recipe, fake_hub, processes, monkeypatch, capsys):
-    processes.endless = True
-    running: list[subprocess.Popen[bytes]] = []
-
-    def fail(*args: object, **kwargs: object) -> None:
-        running.append(processes.running.get(timeout=60))
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr("moh_llm.training.loop.score_saved", fail)
-    with pytest.raises(RuntimeError):
-        main(["train", str(recipe), *MILESTONES, "2"])
-    assert "publishing step-000002 was interrupted" in capsys.readouterr().out
-    assert running[0].poll() is not None
-
-
-# ---- on two processes
-
-TRAIN = """
-import subprocess, sys
-import huggingface_hub.constants
-from moh_llm.cli import main
-from moh_llm.hub import publish, pushes
-
-huggingface_hub.constants.HF_HUB_OFFLINE = False  # imported before this process was forked
-record = {"texts": 3, "tokens": 9, "dtype": "float32", "seconds": 1.0, "generated": [""]}
-publish.prove = lambda published, local: publish.Proof(None, record | {"versions": {"transformers": "5"}})
-publish.push = lambda folder, repo_id, *rest: (f"http://hub/{repo_id}", "1" * 40)
-
-
-def start(options, log):
-    line = f"published: http://hub/{options.repo_id}/tree/{options.revision}"
-    with log.open("w") as output:
-        return subprocess.Popen(["echo", line], stdout=output)
-
-
-pushes.start_publishing = start
-sys.exit(main(["train", *sys.argv[1:]]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
-def test_of_two_processes_the_first_publishes(recipe, fake_hub):
-    environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    words = ["-c", TRAIN, recipe, *MILESTONES, "2"]
-    done = forks.run(*words, folder=ROOT, environment=environment, processes=2, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("published: ") == 3
-    assert [done.stdout.count(f"publishing step-00000{step} in") for step in (2, 4)] == [1, 1]

@@ -27,8 +27,6 @@ pytestmark = [
 STEPS = {"max_steps": 20, "data.batch_size": 8, "data.micro_batch_size": 2, "evaluation.eval_steps": 10}
 STEPS |= {"checkpoint.save_steps": 10, "checkpoint.save_total_limit": 2, "objective.layer_coefficient": 0.1}
 STEPS |= {"gradient_checkpointing": "true"}
-# Beside a distributed model the whole one is loaded for these, and published by nobody here.
-MILESTONES = {"hub.repo_id": "org/moh", "hub.milestones": "true", "checkpoint.milestone_every": 10}
 TRAIN = """
 import sys
 from moh_llm.training.loop import train
@@ -50,7 +48,7 @@ def start(
             pytest.skip("deepspeed is not installed")
         if shutil.which("c++") is None and shutil.which("g++") is None:
             pytest.skip("DeepSpeed builds an extension, and there is no C++ compiler")
-    steps = STEPS | (MILESTONES if "-c" in program else {}) | keys
+    steps = STEPS | keys
     words = [
         *program,
         str(recipe),
@@ -99,7 +97,7 @@ def single(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path])
 
 @pytest.fixture(scope="session")
 def run_of(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path]) -> Callable[[str], Path]:
-    """`run_of(way)`: two processes' run with two milestones, not to be changed; what they printed is in `said.txt`."""
+    """`run_of(way)`: two processes' run, not to be changed; what they printed is in `said.txt`."""
 
     def make(way: str, folder: Path) -> None:
         (folder / "said.txt").write_text(run(way, write_recipe(folder), folder / "run", ("-c", TRAIN)))
@@ -127,20 +125,6 @@ def test_one_process_resumes_the_run_of_two(single, run_of, configure, tmp_path,
     shutil.copytree(run_of(way), tmp_path / "back")
     unfinish(tmp_path / "back", 10)
     said: list[str] = []
-    train(configure(output_dir=str(tmp_path / "back"), **STEPS | MILESTONES), say=said.append)
+    train(configure(output_dir=str(tmp_path / "back"), **STEPS), say=said.append)
     assert any("resumed from" in line and "step-000010" in line for line in said)
     assert_same_run(tmp_path / "back", single)
-
-
-@pytest.mark.parametrize("way", ["zero3", "fsdp2"])
-def test_milestones_are_saved_beside_a_distributed_model(single, run_of, way):
-    """The whole model is loaded while another one is distributed: the curve, above, stays the same."""
-    folder = run_of(way)
-    early, last = (folder / "milestones" / name / "model" for name in ("step-000010", "step-000020"))
-    a, b = (load_file(each / "model.safetensors") for each in (last, folder / "model"))
-    assert a.keys() == b.keys() and all(torch.equal(weight, b[name]) for name, weight in a.items())
-    a = load_file(early / "model.safetensors")
-    b = load_file(single / "checkpoints" / "step-000010" / "model.safetensors")
-    assert b.keys() <= a.keys()
-    for name, weight in b.items():
-        torch.testing.assert_close(a[name], weight, atol=1e-4, rtol=0)

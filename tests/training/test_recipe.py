@@ -65,7 +65,6 @@ def test_lora_is_switched_on_and_off(recipe: Path) -> None:
         (["--data.batch_size", "3"], "data.batch_size=3 must be a multiple of data.micro_batch_size=2"),
         (["--schedule.warmup_steps", "7"], "schedule.warmup_steps=7 must not exceed max_steps=6"),
         (["--optimizer.learning_rate", "1e-5"], "must not exceed optimizer.learning_rate=1e-05"),
-        (["--hub.milestones", "true"], "hub.repo_id"),
         (["--lora.target_modules", "[]"], "lora.target_modules is empty"),
     ],
 )
