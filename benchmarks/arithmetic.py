@@ -5,7 +5,7 @@
 - prefill: shares of a forward pass's FLOPs by part, and the whole with part of the heads relative to all of them, with
   value fallbacks, a linear router and one shared head: "least" skips what can be skipped
   (`moh_llm.flops.forward_parts`), "no fallbacks" is that without them, where a head that is off needs no output
-  projection; "as computed" skips what is skipped today, scores and weighted sums.
+  projection.
 - decode: bytes that a step reads, weights once and the cache of each row, in bf16; and with part of the groups of keys
   and values (`routing_granularity="kv_group"`) relative to all of them. Time follows bytes where memory is the limit.
 """
@@ -13,7 +13,7 @@
 import argparse
 import sys
 
-from moh_llm.flops import computed_parts, forward_flops, forward_parts
+from moh_llm.flops import forward_flops, forward_parts
 from moh_llm.modeling import MoHLlamaConfig
 
 HEADS, LENGTHS, ROWS = 32, (2048, 8192, 32768, 131072), (1, 16, 64)
@@ -43,7 +43,7 @@ def prefill(shares: list[int]) -> None:
     """Print the table of FLOPs."""
     names = list(forward_parts(with_heads(100), 1, dense=True))
     names = [name for name in names if name not in ("routing", "fallbacks")]  # which the dense model lacks
-    ratios = [f"{share} %, {how}" for share in shares for how in ("no fallbacks", "least", "as computed")]
+    ratios = [f"{share} %, {how}" for share in shares for how in ("no fallbacks", "least")]
     print_head("prefill", ["tokens", *names, *ratios])
     for length in LENGTHS:
         dense = forward_parts(with_heads(100), length, dense=True)
@@ -51,8 +51,7 @@ def prefill(shares: list[int]) -> None:
         cells = [f"{dense[name] / total:.1%}" for name in names]
         for share in shares:
             without = forward_flops(with_heads(share, fallback="none"), length)
-            computed = sum(computed_parts(with_heads(share), length).values())
-            cells += [f"{flops / total:.3f}" for flops in (without, forward_flops(with_heads(share), length), computed)]
+            cells += [f"{flops / total:.3f}" for flops in (without, forward_flops(with_heads(share), length))]
         print_row([f"{length:,}", *cells])
 
 

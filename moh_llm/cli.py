@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from moh_llm import __version__
-from moh_llm.errors import UserError, in_unicode, without_passwords
+from moh_llm.errors import UserError, without_passwords
 from moh_llm.flags import OptionParser
-from moh_llm.terminal import say_aside, speak_utf8
+from moh_llm.terminal import say_aside
 
 COMMANDS = {
     "quickstart": "convert, tune and score a small real model in one go",
@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:  # as a program
         sys.excepthook = _print_traceback
-        speak_utf8()
+        for stream in (sys.stdout, sys.stderr):  # characters that a terminal's encoding lacks
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     argv = sys.argv[1:] if argv is None else argv
     parser = OptionParser(prog="moh-llm", description="Turn a pretrained LLM into a Mixture-of-Head model.")
     parser.add_argument("--version", action="version", version=__version__)
@@ -85,11 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENAMETOOLONG:
             raise
         say_aside(f"error: {str(error.filename)[:60]}...: the name is too long for a file")
-        return 2
-    except UnicodeEncodeError as error:
-        if in_unicode(str(error.object)) == error.object:
-            raise
-        say_aside(f"error: {error.object}: a library takes no name that is not UTF-8; rename it")
         return 2
     except KeyboardInterrupt:
         say_aside("interrupted; nothing half-written was left in place of a result")

@@ -1,10 +1,9 @@
-"""Device, compute dtype, memory, disk and cores of the machine, and the processes that a launcher started."""
+"""Device, compute dtype and memory of the machine, and the processes that a launcher started."""
 
 import functools
 import os
 import platform
 import re
-import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,8 +12,6 @@ from moh_llm.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-
-_WORKERS_PER_CORE = 8
 
 
 class Gpu(NamedTuple):
@@ -226,7 +223,7 @@ def _words(name: str) -> set[str]:
     return set(re.findall(r"[A-Z0-9]+", name.upper()))
 
 
-# ---- memory, disk, cores
+# ---- memory
 
 
 def memory_bytes() -> int:
@@ -241,32 +238,6 @@ def check_memory(needed: int, what: str, way_out: str, available: int | None = N
         raise UserError(
             f"{what} needs about {needed / _GIB:,.0f} GiB of memory, but there are {available / _GIB:,.1f}; {way_out}"
         )
-
-
-def check_disk(needed: int, place: Path, what: str, way_out: str) -> None:
-    """Raise UserError if the disk of ``place`` (which need not exist) is read-only or has too little free space."""
-    place = Path(os.path.realpath(place))
-    there = next(parent for parent in (place, *place.parents) if parent.exists())
-    if os.statvfs(there).f_flag & os.ST_RDONLY:
-        raise UserError(f"cannot write {place}: the disk of {there} is read-only; name another place")
-    disk = shutil.disk_usage(there)
-    if disk.total and needed > (free := disk.free):  # virtual file systems have no size
-        raise UserError(
-            f"{what} needs about {_size(needed)} on the disk of {there}, but {_size(free)} are free; free some space, "
-            f"name another place, or {way_out}"
-        )
-
-
-def _size(number: int) -> str:
-    """Format bytes in GiB, or in MiB below one GiB."""
-    return f"{number / _GIB:,.1f} GiB" if number >= _GIB else f"{number / 2**20:,.1f} MiB"
-
-
-def check_workers(number: int, name: str) -> None:
-    """Raise UserError if there are far more processes than cores."""
-    cores = os.cpu_count() or 1
-    if number > _WORKERS_PER_CORE * cores:
-        raise UserError(f"{name}={number}: this machine has {cores} cores; take at most {_WORKERS_PER_CORE * cores}")
 
 
 # ---- launchers: several processes that are not connected would each do the whole job in the same folder

@@ -8,9 +8,9 @@ import re
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-_SURROGATE = re.compile("([\udc80-\udcff])|[\ud800-\udfff]")
-# C0 and C1 control characters, marks of text direction, invisible joiners, and other line ends.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+# C0 and C1 control characters, marks of text direction, invisible joiners, other line ends, and surrogates, which stand
+# for bytes of file names that are not UTF-8.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 _ADDRESS = re.compile(r"\w+://[^\s'\"<>]+")
 # Also one slash: making a path absolute or normal drops the other.
 _SCHEME = r"\b([A-Za-z][A-Za-z0-9+.-]{1,20}:/{1,2})"
@@ -22,7 +22,7 @@ _PASSWORD = re.compile(rf"{_SCHEME}[^\s/?#@:\[\]]*:(?!\d{{1,5}}(?![\w%+-]))[^\n@
 
 def shown(path: str) -> str:
     """A path or address as it may be printed and recorded: without user, password and query."""
-    path = without_passwords(in_unicode(path))
+    path = without_passwords(path)
     if "://" not in path:
         return path
     try:
@@ -60,16 +60,9 @@ def without_passwords_in(value: Any) -> Any:
     return value
 
 
-def in_unicode(text: str) -> str:
-    """Write the bytes of a name that are not UTF-8 (surrogates in Python) as ``%NN``."""
-    if text.isascii() or not _SURROGATE.search(text):
-        return text
-    return _SURROGATE.sub(lambda match: f"%{ord(match[0]) - 0xDC00:02X}" if match[1] else repr(match[0])[1:-1], text)
-
-
 def printable(text: str) -> str:
     """Escape characters that control a terminal or the text direction, newlines, and bytes that are not UTF-8."""
-    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], in_unicode(text))
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class UserError(Exception):

@@ -1,4 +1,4 @@
-"""FLOPs of a MoH model: of a forward pass in theory, and of a training pass as it is computed today.
+"""FLOPs of a forward pass of a MoH model, of a training pass, and the share of the keys that it reads.
 
 Counts two operations per multiply-add of the matrix products and of a fallback's b + a v; norms, rotary
 embedding, softmax and gating are left out. Attention counts all positions up to a token's own,
@@ -17,21 +17,17 @@ def stated_lengths(config: MoHLlamaConfig, context: int | None) -> list[int]:
 
 
 def forward_flops(config: MoHLlamaConfig, length: int, dense: bool = False) -> int:
-    """FLOPs of one forward pass over a sequence of `length` tokens, as MoH or with all heads and no router.
-
-    As MoH it assumes that what can be skipped of heads that are off is, see `forward_parts`.
-    """
+    """FLOPs of one forward pass over a sequence of `length` tokens, the sum of `forward_parts`."""
     return sum(forward_parts(config, length, dense).values())
 
 
 def forward_parts(config: MoHLlamaConfig, length: int, dense: bool = False) -> dict[str, int]:
     """FLOPs of one forward pass over a sequence of `length` tokens by part, as MoH with the least that it needs.
 
-    Of a head that is off can be skipped: its scores and weighted sums; its query, unless the router
-    takes the queries' norms; and its rows of the output projection, unless it has a fallback, which is
-    projected in its place. A fallback is made for heads that are off only; a local one needs the query, and
-    scores and weighted sums of the keys in sight. Keys and values are always computed: other tokens' heads
-    may attend to them.
+    A head that is off can skip its scores and weighted sums; its query, unless the router takes the norms of queries;
+    and its rows of the output projection, unless a fallback is projected in its place. A local fallback needs the
+    query, and scores and weighted sums of the keys in its window. Keys and values are always computed: other tokens'
+    heads may attend to them.
     """
     total = config.num_attention_heads * config.num_hidden_layers
     if dense:
@@ -49,41 +45,10 @@ def forward_parts(config: MoHLlamaConfig, length: int, dense: bool = False) -> d
     )
 
 
-def computed_parts(config: MoHLlamaConfig, length: int, training: bool = False) -> dict[str, int]:
-    """FLOPs of one forward pass over a sequence of `length` tokens by part, as MoH is computed today.
-
-    Queries and projections of all heads are, and the fallbacks of all heads that are not shared. Scores and weighted
-    sums are those of heads that are on, and of the keys in sight where they are off. That is what each backend of
-    attention computes in inference but the reference on a GPU, which computes all heads for all tokens.
-
-    With `training` heads that some tokens may have on are computed for all tokens, local fallbacks of all heads that
-    are not shared, too, and heads that are never on for a document's first tokens alone. The reference computes these
-    for all tokens, and what is computed for the gradient of gates is left out.
-    """
-    total, on = config.num_attention_heads * config.num_hidden_layers, sum(config.active_heads_per_layer)
-    others = total - sum(map(len, config.shared_heads_per_layer))
-    scores: float = total if training else on + (total - on) * fallback_keys(config, length)
-    if training and config.head_fallback == "local":
-        window = config.local_window + config.local_sinks
-        start = config.local_start if config.local_start > window else 0
-        first = local_keys(length, 0, start)
-        never = others if config.router_type == "none" else sum(map(len, config.never_on_heads_per_layer))
-        scores += others * (local_keys(length, window, start) - first) - never * (1 - first)
-    return _parts(
-        config,
-        length,
-        queries=total,
-        scores=scores,
-        projected=total,
-        fallbacks=others if config.head_fallback != "none" else 0,
-        router=_router_macs(config),
-    )
-
-
 def fallback_keys(config: MoHLlamaConfig, length: int, start: int = 0) -> float:
-    """Keys that are read of a head that is off in a sequence, from position `start` on, over those that a head reads.
+    """Keys that a head that is off reads in a sequence, from position `start` on, over those of a head that is on.
 
-    A document's first tokens, which have all heads on, count as tokens of which all keys are read.
+    At the first tokens of a document, which have all heads on, it reads all keys.
     """
     if config.head_fallback != "local":
         return 0
@@ -113,26 +78,22 @@ def keys_read(config: MoHLlamaConfig, length: int, start: int = 0) -> float:
 def training_flops(config: MoHLlamaConfig, length: int, teacher: bool, recompute: bool, frozen: bool) -> int:
     """FLOPs of a training pass, forward and backward, over one sequence of `length` tokens.
 
-    That of `computed_parts`, which computes heads for all tokens and then replaces those that are off. A forward pass
-    costs 1; the backward pass 2, a
-    product for the gradient of each input and one for that of each weight; where the base's weights are
-    frozen (LoRA), their products of the second kind fall away, which leaves about 1 (the scores, which
-    have no weights, still cost 2, and so do router and fallbacks, which are trained). Adapters are left out.
+    All heads are counted for all tokens, since training computes them; routers, fallbacks and adapters, about a percent
+    of it, are not. A forward pass costs 1, the backward pass 2: a product for the gradient of each input and one for
+    that of each weight. The latter falls away where the base's weights are frozen (LoRA), but for attention's scores,
+    which have no weights.
 
     Args:
         config: the model's.
         length: tokens.
-        teacher: the base gives its distribution, too: one more forward pass, with all heads on and no router.
-        recompute: activations are recomputed (gradient checkpointing): one more forward pass of the
-            decoder layers.
+        teacher: the base gives its distribution, too: one more forward pass.
+        recompute: activations are recomputed (gradient checkpointing): one more forward pass of the decoder layers.
         frozen: the base's weights are not trained.
     """
-    parts = computed_parts(config, length, training=True)
-    forward = sum(parts.values())
-    always = sum(parts[name] for name in ("scores and weighted sums", "routing", "fallbacks"))
-    backward = (1 if frozen else 2) * (forward - always) + 2 * always
-    taught = forward_flops(config, length, dense=True) if teacher else 0
-    return forward + backward + taught + recompute * (forward - parts["vocabulary"])
+    parts = forward_parts(config, length, dense=True)
+    forward, scores = sum(parts.values()), parts["scores and weighted sums"]
+    backward = (1 if frozen else 2) * (forward - scores) + 2 * scores
+    return (1 + teacher) * forward + backward + recompute * (forward - parts["vocabulary"])
 
 
 def _parts(

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import dataclass_transform
 
 from moh_llm.errors import UserError, shown_in
-from moh_llm.reading import check_path, expand_home
+from moh_llm.reading import expand_home, is_path
 
 _Kind = TypeVar("_Kind", bound=type)
 
@@ -38,9 +38,9 @@ class OptionError(UserError):
 def _place(value: Any) -> str:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ValueError("a path or Hub id")
-    place = expand_home(value)
-    check_path(place, "option")
-    return place
+    if not is_path(os.fspath(value)):
+        raise ValueError("a path in UTF-8 without NUL characters")
+    return expand_home(value)
 
 
 def _several(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Terminal output that shows names safely.
 
-Paths can contain brackets and colons, which rich would read as markup and emoji, control characters, and bytes that are
-not UTF-8. `say` and `console` print the former as they are and the latter as escapes (`moh_llm.errors.printable`).
+Paths can contain brackets and colons, which rich would read as markup and emoji, and control characters. `say` and
+`console` print the former as they are, `say` the latter as escapes (`moh_llm.errors.printable`).
 """
 
 import os
@@ -42,17 +42,3 @@ def console(**settings: Any) -> "Console":
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False, **settings)
-
-
-def speak_utf8() -> None:
-    """Restart the program in Python's UTF-8 mode if file names are not in UTF-8.
-
-    In a POSIX locale file names are ASCII, and files that a recipe names would not be found. Does not return if it
-    restarts. Characters that the output encoding lacks are printed as escapes.
-    """
-    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode and os.name == "posix":
-        os.environ["PYTHONUTF8"] = "1"  # for child processes
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from moh_llm.cli import COMMANDS, main
-from moh_llm.errors import UserError
-from moh_llm.files import check_output_folder, new_folder, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -46,17 +44,6 @@ def test_scripts_are_the_commands(script, tmp_path):
     assert f"usage: moh-llm {script.removesuffix('.py')}" in done.stdout
 
 
-def test_new_folder_keeps_the_old_on_failure(tmp_path):
-    output = tmp_path / "out"
-    with new_folder(output) as folder:
-        write_json(folder / "a.json", 1)
-    with pytest.raises(RuntimeError), new_folder(output, overwrite=True) as folder:
-        write_json(folder / "b.json", 2)
-        raise RuntimeError
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert [path.name for path in output.iterdir()] == ["a.json"]
-
-
 def test_interrupt_is_one_line(monkeypatch, capsys, tmp_path):
     def interrupt(args):
         raise KeyboardInterrupt
@@ -64,12 +51,3 @@ def test_interrupt_is_one_line(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("moh_llm.commands.convert.run", interrupt)
     assert main(["convert", "base", "--output", str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err == "interrupted; nothing half-written was left in place of a result\n"
-
-
-def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    for output in (".", "..", str(tmp_path)):
-        with pytest.raises(UserError, match="would replace the working folder"):
-            check_output_folder(Path(output), overwrite=True)
-    check_output_folder(Path("below"), overwrite=False)

@@ -71,7 +71,7 @@ def test_texts_are_the_words_of_the_recipe(tmp_path, word) -> None:
         ("keys: 1.5\n", "keys=1.5 must be at most 1"),
         ("context: .nan\n", "context=nan must be"),
         ("base: {a: 1}\n", "must be a path or Hub id"),
-        ('base: "a\\0b"\n', "NUL character"),
+        ('base: "a\\0b"\n', "must be a path in UTF-8 without NUL characters"),
         ("- 3\n", "must hold `option: value` lines"),
         ("", "base is missing: Folder or Hub id"),
         (None, "does not exist"),

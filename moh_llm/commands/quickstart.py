@@ -30,12 +30,12 @@ def clear(output: Path) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry it out and print the results. `args.main` runs another command, given its arguments."""
-    from moh_llm.files import check_output_folder, follow
+    from moh_llm.files import check_output_folder
     from moh_llm.locking import lock_folder
 
     with lock_folder(args.output):
         check_output_folder(args.output, args.overwrite, [args.base] if args.base else [])
-        output = follow(args.output)
+        output = args.output.resolve()
         if output.exists():
             clear(output)
         from moh_llm.quickstart.run import quickstart

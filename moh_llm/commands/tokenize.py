@@ -2,7 +2,6 @@
 
 import argparse
 
-from moh_llm.devices import check_workers
 from moh_llm.errors import UserError
 from moh_llm.flags import as_path
 from moh_llm.reading import expand_home
@@ -42,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
 
     if args.workers is not None and args.workers < 1:
         raise UserError(f"--workers {args.workers} must be at least 1")
-    if args.workers is not None and args.executor == "local":
-        check_workers(args.workers, "--workers")
     executor_args = dict(_pair(argument) for argument in args.executor_args)
     mixture = load_mixture(args.mixture)
     tokenizer = TextTokenizer.load(args.tokenizer, rows_beside(args.tokenizer))

@@ -27,7 +27,7 @@ from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.data.windows import fixed_batches, held_out_tokens, validation_batches, window_counts
-from moh_llm.devices import check_disk, check_memory, choose_device, compute_dtype, name_device
+from moh_llm.devices import choose_device, compute_dtype, name_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.flops import forward_flops, keys_read, stated_lengths
@@ -77,7 +77,6 @@ def convert(options: ConversionConfig) -> Conversion:
     plan = dataclasses.replace(options, context=length)
     shared_and_active(plan, base.config)  # impossible counts fail before anything runs
     wanted = options.heldout_tokens or held_out_tokens(length)  # for 0, too: the fit stays the same
-    _check_machine(options, base, wanted if verifies else 0)
     widening = None if options.tokenizer is None else plan_widening(base, options.tokenizer)
     sources: list[TokenizedSource] = []
     if reads_text:
@@ -243,21 +242,6 @@ def peak_memory_mib() -> int:
 def rows_of(length: int) -> int:
     """Sequences of `length` tokens in a batch."""
     return max(1, _BATCH_TOKENS // length)
-
-
-def _check_machine(options: ConversionConfig, base: BaseCheckpoint, heldout_tokens: int) -> None:
-    """Raise UserError if one layer's activations do not fit into memory, or all hidden states onto the disk."""
-    calibration = options.calibration_tokens if options.needs_calibration else 0
-    state = 4 * base.config.hidden_size  # bytes of a token
-    if heldout_tokens:  # hidden states of both models
-        check_memory(
-            2 * state * heldout_tokens, f"verification on {heldout_tokens:,} tokens", "take fewer (--heldout-tokens)"
-        )
-    if calibration:
-        what, way_out = f"calibration on {calibration:,} tokens", "take fewer (--calibration-tokens)"
-        check_memory(2 * state * calibration, what, way_out)  # hidden states and their gradients
-        layers = base.config.num_hidden_layers
-        check_disk(state * calibration * layers // 2, options.output, what, way_out)
 
 
 def calibration_batches(sources: Sequence[TokenizedSource], length: int, tokens: int) -> list[Batch]:

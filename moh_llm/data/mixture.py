@@ -26,8 +26,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from moh_llm.errors import UserError, in_unicode, shown_in, without_passwords
-from moh_llm.reading import check_path, expand_home, read_yaml
+from moh_llm.errors import UserError, shown_in, without_passwords
+from moh_llm.reading import expand_home, is_path, read_yaml
 from moh_llm.terminal import say_once
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -181,7 +181,7 @@ def mixture_from_files(files: Sequence[str], validation_share: float = Mixture.v
         if len(new) < len(found):
             say_once(f"text file {file} is given twice; each file is read once")
         if new or not found:  # `locate` reports a file that is not there
-            sources.append(Source(in_unicode(file), 1.0, new or (pattern,)))
+            sources.append(Source(file, 1.0, new or (pattern,)))
         seen |= found.keys()
     return _normalised("files", sources, validation_share)
 
@@ -196,6 +196,9 @@ def mixture_from_arguments(arguments: Sequence[str]) -> Mixture:
 def matching(pattern: str) -> list[str]:
     """The regular files that a path or glob matches, sorted. A path that exists is no glob, whatever its name holds."""
     paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    for path in paths:
+        if not is_path(path):
+            raise UserError(f"text file {path} must have a name in UTF-8; rename it")
     return [path for path in paths if os.path.isfile(path)]
 
 
@@ -248,7 +251,8 @@ def _expand(pattern: str, root: Path, where: str) -> str:
     expanded = os.path.expandvars(pattern)
     if unset := re.search(r"\$\{?(\w+)", expanded):
         raise UserError(f"{where}: {pattern} needs the environment variable {unset[1]}; set it to a folder")
-    check_path(expanded, where)
+    if not is_path(expanded):
+        raise UserError(f"{where}: {pattern} must be a path in UTF-8 without NUL characters")
     home = Path(expand_home(expanded) if expanded.startswith("~") else expanded)
     path = os.path.abspath(root / home)
     if glob.has_magic(expanded) and not os.path.isfile(path) and not home.is_absolute():

@@ -28,7 +28,7 @@ from moh_llm.data.mixture import Mixture, Source
 from moh_llm.data.tasks import Task, TaskWriter, is_done, make_tasks, prepare_sources
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError, reason
-from moh_llm.files import check_place, follow, write_json
+from moh_llm.files import check_place, write_json
 from moh_llm.locking import INSIDE, lock_folder
 from moh_llm.records.tokens import (
     MIXTURE_RECORD,
@@ -79,7 +79,7 @@ def tokenize_mixture(
     """
     started = time.perf_counter()
     check_place(output)
-    output = Path(os.path.realpath(follow(output)))
+    output = Path(os.path.realpath(output))
     options = {name: _value(text) for name, text in (executor_args or {}).items()}
     with lock_folder(output):
         _check_output(output)

@@ -12,10 +12,10 @@ A file that is no such record gives one line that names the file, the field, and
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import Self
 
-from moh_llm.errors import UserError, in_unicode, without_passwords
+from moh_llm.errors import UserError, without_passwords
 from moh_llm.files import write_json
 from moh_llm.reading import read_json
 
@@ -27,11 +27,6 @@ class Record(BaseModel):
     """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _make_writable(cls, fields: Any) -> Any:
-        return _in_unicode(fields)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -53,15 +48,6 @@ class Record(BaseModel):
     def content(self) -> dict[str, Any]:
         """The record as JSON's types, as it is written."""
         return self.model_dump(mode="json", exclude_unset=True)
-
-
-def _in_unicode(value: Any) -> Any:
-    """`moh_llm.errors.in_unicode` of every text in the fields of a record."""
-    if isinstance(value, str):
-        return in_unicode(value)
-    if isinstance(value, dict):
-        return {_in_unicode(key): _in_unicode(child) for key, child in value.items()}
-    return type(value)(map(_in_unicode, value)) if type(value) in (list, tuple) else value
 
 
 def describe_fault(error: ValidationError) -> str:

@@ -13,13 +13,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from moh_llm.cli import main
-from moh_llm.errors import UserError
-from moh_llm.reading import parse_yaml
 
 DEEP = "[" * 100_000 + "]" * 100_000
-LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
-)
+LAUGHS = "a: &a [x, x]\nb: [*a, *a]\n"
 
 
 @pytest.fixture
@@ -133,24 +129,6 @@ def test_a_tokenizer_with_ids_beyond_the_embedding(base: Path, refused: Callable
     assert "id 1000000000" in refused("convert", base, "--output", base.parent / "moh", "--heldout-tokens", "0")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("model: &m [*m]\n", "an alias refers to a value that contains it"),
-        ("model: " + "[" * 5000, "nested"),
-        ("model: !!binary aGVsbG8=\n", "cannot be read as YAML"),
-        ("model: !!python/object:os.system {}\n", "cannot be read as YAML"),
-        ('model: "a\\0b"\n', "NUL"),
-        ("max_steps: " + "9" * 5000, "cannot be read as YAML"),
-    ],
-    ids=["itself", "deep", "binary", "object", "nul", "digits"],
-)
-def test_yaml_beyond_bounds(text: str, words: str) -> None:
-    with pytest.raises(UserError, match=words) as caught:
-        parse_yaml(text, "f")
-    assert len(str(caught.value)) < 500
-
-
 @pytest.mark.parametrize("reader", ["recipe", "mixture", "suite", "architecture"])
 def test_all_yaml_is_read_within_bounds(tmp_path: Path, refused: Callable[..., str], base: Path, reader: str) -> None:
     path = tmp_path / "file.yaml"
@@ -161,7 +139,7 @@ def test_all_yaml_is_read_within_bounds(tmp_path: Path, refused: Callable[..., s
         "suite": ("evaluate", base, "--suite", path, "--output", tmp_path / "report"),
         "architecture": ("init", path, "--tokenizer", base, "--output", tmp_path / "initial"),
     }
-    assert "more than 100,000 values" in refused(*commands[reader])
+    assert "aliases are not supported" in refused(*commands[reader])
 
 
 @pytest.mark.parametrize(
@@ -188,9 +166,6 @@ def test_recipes_that_cannot_be_carried_out(
     [
         ({"max_epochs": float("inf")}, "max_epochs"),
         ({"filters": {"day": {"min": float("inf")}}}, "filters.day"),
-        ({"filters": {"day": [{"a": 1}]}}, "filters.day"),
-        ({"files": "~nobody-here/x.jsonl"}, "no home folder"),
-        ({"files": "a" * 5000}, "too long"),
     ],
 )
 def test_sources_with_impossible_values(
@@ -209,13 +184,3 @@ def test_a_benchmark_with_a_name_that_no_file_bears(tmp_path: Path, base: Path, 
     suite["benchmarks"][0]["name"] = "n" * 300
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
     assert "printable characters" in refused("evaluate", base, "--suite", tmp_path / "suite.yaml")
-
-
-def test_more_workers_than_cores(tmp_path: Path, base: Path, refused: Callable[..., str]) -> None:
-    flags = ["--tokenizer", base, "--workers", 10**9, "--output", tmp_path / "tokens"]
-    assert "--workers=1000000000" in refused("tokenize", "embedded", *flags)
-
-
-def test_more_calibration_than_the_machine_holds(base: Path, refused: Callable[..., str], river: Path) -> None:
-    flags = ["--calibration", river, "--calibration-tokens", 10**12]
-    assert "--calibration-tokens" in refused("convert", base, "--output", base.parent / "moh", *flags)
