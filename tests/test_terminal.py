@@ -63,4 +63,4 @@ def test_a_file_whose_name_is_not_utf_8_is_refused(make_llama, river, tmp_path, 
         ["convert", str(tmp_path / LATIN), "--output", str(tmp_path / "out")],
     ):
         assert main(command) == 2
-        assert r"caf\udce9" in (told := capsys.readouterr().err) and "in UTF-8" in told
+        assert "in UTF-8" in capsys.readouterr().err
