@@ -6,7 +6,7 @@ import platform
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from moh_llm.errors import UserError
 
@@ -14,30 +14,22 @@ if TYPE_CHECKING:
     import torch
 
 
-class Gpu(NamedTuple):
-    """`peak`: FLOP/s of dense bfloat16 products, from the data sheet; `memory`: bytes, about what torch reports."""
-
-    peak: float
-    memory: int
-
-
 _GIB = 1 << 30
 
-# Keyed by words of torch.cuda.get_device_name. A plain A100 is the 80 GB one, a plain H100 the SXM module. Memory is
-# rounded down, since the driver (and ECC without HBM) takes a part of the nominal size.
-GPUS = {
-    "A10": Gpu(125e12, 22 * _GIB),
-    "A100": Gpu(312e12, 79 * _GIB),
-    "A100 40GB": Gpu(312e12, 39 * _GIB),
-    "B200": Gpu(2250e12, 178 * _GIB),
-    "H100": Gpu(989e12, 79 * _GIB),
-    "H100 PCIe": Gpu(756e12, 79 * _GIB),
-    "H100 NVL": Gpu(835e12, 93 * _GIB),
-    "H20": Gpu(148e12, 95 * _GIB),
-    "H200": Gpu(989e12, 139 * _GIB),
-    "L4": Gpu(121e12, 22 * _GIB),
-    "L40S": Gpu(362e12, 44 * _GIB),
-    "RTX 4090": Gpu(165e12, 23 * _GIB),
+# FLOP/s of dense bfloat16 products, from the data sheets, by words of torch.cuda.get_device_name. A plain H100 is the
+# SXM module.
+PEAKS = {
+    "A10": 125e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H20": 148e12,
+    "H200": 989e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
 }
 
 
@@ -98,18 +90,6 @@ def empty_cache() -> None:
 
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
-
-
-def accelerator_memory(index: int = 0) -> int | None:
-    """Memory of an accelerator in bytes; None without one, or if its backend does not tell."""
-    import torch
-
-    if not torch.accelerator.is_available():
-        return None
-    properties = getattr(torch.get_device_module(), "get_device_properties", None)
-    if properties is None:  # MPS shares the machine's memory
-        return memory_bytes()
-    return properties(index).total_memory
 
 
 # ---- float64
@@ -203,20 +183,14 @@ def _product_seconds(device: "torch.device", rows: int, dtypes: "tuple[torch.dty
 # ---- GPUs by name
 
 
-def find_gpu(name: str) -> Gpu | None:
-    """Find the GPU whose words all occur in ``name``, in any case and order; the longest match wins.
+def peak_flops(name: str) -> float | None:
+    """Peak FLOP/s of dense bfloat16 products of the GPU with this name; None if it is not known.
 
-    Words must match as a whole: an L40 is not an L4. None if no GPU matches.
+    Its words all occur in ``name``, as a whole (an L40 is not an L4), in any case and order; the longest match wins.
     """
     words = _words(name)
-    known = [key for key in GPUS if _words(key) <= words]
-    return GPUS[max(known, key=len)] if known else None
-
-
-def peak_flops(name: str) -> float | None:
-    """Peak FLOP/s of dense bfloat16 products of the GPU with this name; None if it is not known."""
-    gpu = find_gpu(name)
-    return gpu.peak if gpu else None
+    known = [key for key in PEAKS if _words(key) <= words]
+    return PEAKS[max(known, key=len)] if known else None
 
 
 def _words(name: str) -> set[str]:
@@ -231,9 +205,9 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_memory(needed: int, what: str, way_out: str, available: int | None = None) -> None:
-    """Raise UserError if ``what`` needs more bytes than are ``available`` (default: the machine's memory)."""
-    available = memory_bytes() if available is None else available
+def check_memory(needed: int, what: str, way_out: str) -> None:
+    """Raise UserError if ``what`` needs more bytes than the machine has."""
+    available = memory_bytes()
     if needed > available:
         raise UserError(
             f"{what} needs about {needed / _GIB:,.0f} GiB of memory, but there are {available / _GIB:,.1f}; {way_out}"

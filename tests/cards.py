@@ -25,7 +25,7 @@ def write_run(folder: Path, model: str, scores: int = 3, record: Record | None =
     saved |= {"documents": 40, "ratio_interval": [1.0812, 1.1234], "kl_interval": [0.041, 0.062]}
     read = {"weight": 1.0, "tokens": 192, "share": 1.0, "epochs": 0.5, "repeated_tokens": 0}
     facts = {"status": "finished", "config": config, "model": {"sha256": "ab"}, "device": "cpu", "evaluation": saved}
-    facts["reference"] = {"kind": "base"}
+    facts["reference"] = "base"
     facts |= {"data_read": {"books": read}, "versions": {"moh_llm": "0.1.0", "torch": "2.13.0"}} | (record or {})
     lines = []
     for step in range(7):

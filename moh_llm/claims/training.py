@@ -35,10 +35,8 @@ def held_out_scores(scores: Scores) -> str:
     if scores.reference is not None:
         kl = show_figure(scores.kl, scores.kl_interval, ".4f")
         text += f"; {REFERENCES[scores.reference]}: {scores.reference_perplexity:.3f}, KL to it {kl}"
-    if scores.all_heads is not None:
-        text += f", with all heads on {scores.all_heads.kl:.4f}"
-    if scores.floor is not None:
-        text += f", and {scores.floor:.2g} with every head on before training"
+    if scores.all_heads_kl is not None:
+        text += f", with all heads on {scores.all_heads_kl:.4f}"
     return text
 
 
@@ -47,24 +45,12 @@ def scored_text(scores: Scores) -> str:
     return f"Scored on {scores.tokens:,} tokens of text held out from the same mixture, with the head plan's budget."
 
 
-def floor_of_kl(floor: float | None) -> str | None:
-    """The KL with all heads on before the first step, which a run cannot be expected to undercut."""
-    if floor is None:
-        return None
-    if floor == 0:
-        return "Before the first step, with every head on, the KL was exactly 0."
-    return (
-        f"Before the first step, with every head on, the KL was {floor:#.2g}, because the two models were computed in "
-        "different precisions; a lower KL cannot be expected."
-    )
-
-
 def saved_model(scores: Scores | None, reference: ReferenceKind) -> str | None:
     """The dtype that the saved model was scored in, and its KL to the reference with every head on."""
     lines, other = [], in_words([reference])[0]
     if scores and scores.kl is not None and scores.dtype:
         lines.append(f"The saved model and {other} were scored in {scores.dtype}.")
-    if scores and scores.all_heads is not None:
-        kl = f"{scores.all_heads.kl:#.3g}" if scores.all_heads.kl else "exactly 0"
+    if scores and scores.all_heads_kl is not None:
+        kl = f"{scores.all_heads_kl:#.3g}" if scores.all_heads_kl else "exactly 0"
         lines.append(f"With every head on, the saved model has a KL of {kl} to {other}.")
     return " ".join(lines) or None

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from moh_llm.claims.training import floor_of_kl, saved_model, scored_text, weights_trained
+from moh_llm.claims.training import saved_model, scored_text, weights_trained
 from moh_llm.evaluation.rendering import Table, facts
 from moh_llm.evaluation.runs import Group, Record, TrainingRun, compare_groups, differences, reference_words
 from moh_llm.intervals import show_error, show_figure, show_number
@@ -210,8 +210,7 @@ def held_out_note(run: TrainingRun) -> str:
             "Tokens with other heads: other than before the first step, mean over the layers with a router, "
             "without tokens that have all heads on."
         )
-    notes += filter(None, (floor_of_kl(run.floor), saved_model(saved, run.reference)))
-    return " ".join(notes)
+    return " ".join(filter(None, [*notes, saved_model(saved, run.reference)]))
 
 
 def _spread(found: Record | None, form: str, bounds: Sequence[float] | None = None, factor: float = 1) -> str:

@@ -51,7 +51,7 @@ class TrainingRun:
     @property
     def reference(self) -> ReferenceKind:
         """The model that ratios and KLs compare with: the base only if the record says so."""
-        return "start" if self.record.reference is None else self.record.reference.kind
+        return self.record.reference or "start"
 
     @property
     def compares(self) -> bool:
@@ -63,12 +63,6 @@ class TrainingRun:
     def scored(self) -> list[LogLine]:
         """The lines that have scores on held-out text."""
         return [line for line in self.lines if line.validation]
-
-    @property
-    def floor(self) -> float | None:
-        """KL to the reference before the first step with all heads on, if that is its floor (`measure_floor`)."""
-        first = next((line.validation for line in self.lines if line.step == 0), self.record.evaluation)
-        return first and first.floor
 
     @property
     def routing(self) -> Routing | None:

@@ -16,23 +16,6 @@ class ModelMark(Record):
     sha256: str
 
 
-class ReferenceMark(Record):
-    """What a run is compared with (`moh_llm.training.reference.Reference`)."""
-
-    kind: ReferenceKind
-    own: bool | None = None
-    base: dict[str, Any] | None = None
-
-
-class DenseScores(Record):
-    """Scores with all heads on: how far training moved the dense weights from the reference."""
-
-    perplexity: float
-    kl: float
-    kl_interval: list[float] | None
-    top1_agreement: float
-
-
 class Scores(Record):
     """Scores on held-out text. Scores against the reference are None where there is none.
 
@@ -42,8 +25,8 @@ class Scores(Record):
         kl: KL to the reference in nats per token.
         ratio_interval, kl_interval: 95 % intervals over documents (`moh_llm.intervals`); None below 5 documents.
         top1_agreement: share of tokens whose most likely prediction is the reference's.
-        floor: KL of the untrained model with all heads on.
-        dtype, all_heads: of the saved model alone: the dtype of both models, and the scores with all heads on.
+        dtype, all_heads_kl: of the saved model alone: the dtype of both models, and the KL with all heads on (how far
+            training moved the dense weights).
     """
 
     tokens: int
@@ -55,9 +38,8 @@ class Scores(Record):
     kl: float | None = None
     kl_interval: list[float] | None = None
     top1_agreement: float | None = None
-    floor: float | None = None
     dtype: str | None = None
-    all_heads: DenseScores | None = None
+    all_heads_kl: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -112,7 +94,6 @@ class RunRecord(Record):
         reference: the model that the run is compared with, if any.
         steps, tokens, seconds: how long a finished run trained.
         data_read: the receipt of what was read, by source.
-        attention_backend: the backend of `moh_llm.attention` for layers with heads off, without gradients.
         parameters: numbers of weights: ``total``, ``trained``, and ``trained_`` of base, adapters, routers, fallbacks.
         balance_coefficient: weight of the load-balance loss; None where the model's routers have no such loss.
         evaluation: scores of the saved model.
@@ -125,7 +106,7 @@ class RunRecord(Record):
     model: ModelMark
     data: dict[str, Any] | None = None
     mixture: str | None = None
-    reference: ReferenceMark | None = None
+    reference: ReferenceKind | None = None
     steps: int | None = None
     tokens: int | None = None
     seconds: float | None = None
@@ -134,7 +115,6 @@ class RunRecord(Record):
     device: str | None = None
     device_name: str | None = None
     compute_dtype: str | None = None
-    attention_backend: str | None = None
     processes: int | None = None
     parameters: dict[str, int] | None = None
     balance_coefficient: float | None = None

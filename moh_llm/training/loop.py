@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from moh_llm.attention import choose_for
 from moh_llm.claims.training import held_out_scores
 from moh_llm.data.shards import tokens_for
 from moh_llm.data.stream import SequenceStream, make_receipt
@@ -35,13 +34,12 @@ from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import ProgressLine, check_trackers, start_trackers, step_line, track
 from moh_llm.training.losses import balance_coefficient
 from moh_llm.training.parallel import catch_signals, divides_weights, from_main, make_accelerator, peak_rate
-from moh_llm.training.precision import check_agreement, check_positions, decide_precision, slow_precision
-from moh_llm.training.preflight import check_machine
-from moh_llm.training.preflight_inputs import read_model_config
+from moh_llm.training.precision import check_agreement, decide_precision
+from moh_llm.training.preflight import check_model
 from moh_llm.training.reference import Reference, agreed_starting_point, expected_reference
 from moh_llm.training.runs import Run, describe_data, mark_model
 from moh_llm.training.saving import is_finished, save_network
-from moh_llm.training.scoring import RoutingCounts, evaluate, measure_floor, score_saved
+from moh_llm.training.scoring import RoutingCounts, evaluate, score_saved
 from moh_llm.training.sharding import build_networks
 from moh_llm.training.shared_heads import set_temperature
 from moh_llm.training.step import DivergenceWatch, accumulate_gradients, annealed_heads, seed_step, set_learning_rates
@@ -101,7 +99,6 @@ class _Training:
         # Scores and routing before any step, with which later ones are compared, in a resumed run too.
         self.start_scores: Scores | None = None
         self.start_routing: RoutingCounts | None = None
-        self.floor: float | None = None
 
     # ---- what the run begins with
 
@@ -115,15 +112,9 @@ class _Training:
     def prepare(self) -> None:
         """Check the job, find model, reference and text, and build the networks."""
         config, accelerator, data = self.config, self.accelerator, self.config.data
-        divided = divides_weights(accelerator)
-        if warning := from_main(accelerator, lambda: check_machine(config, accelerator.num_processes, divided)):
-            self.say(f"warning: {warning.text}")
-        if slow := slow_precision(config, accelerator.device):
-            self.say(f"warning: {slow}")
-        if beyond := check_positions(config, read_model_config(config)):
+        if beyond := from_main(accelerator, lambda: check_model(config, divides_weights(accelerator))):
             self.say(f"warning: {beyond}")
-        recorded = self.run.record.reference
-        self.start = agreed_starting_point(config, accelerator, recorded and recorded.kind)
+        self.start = agreed_starting_point(config, accelerator, self.run.record.reference)
         self.reference: Reference | None = self.start.reference
         for line in self.start.records.lines(f"model={config.model}"):
             self.say(line)
@@ -150,7 +141,6 @@ class _Training:
     def begin_or_resume(self) -> None:
         """Write the run's record, score the model before any step, and load the newest checkpoint, if any."""
         config, accelerator, run, nets = self.config, self.accelerator, self.run, self.networks
-        dtype, data = networks.reference_dtype(config), config.data
         self.start = replace(self.start, mixture=self.tokens.name)
         run.begin(
             data=describe_data(self.tokens.sources),
@@ -158,19 +148,15 @@ class _Training:
             tokens_in=self.tokens.folder,
             device=str(accelerator.device),
             device_name=name_device(accelerator.device),
-            compute_dtype=str(dtype).removeprefix("torch."),
-            attention_backend=choose_for(accelerator.device, dtype, nets.network.config.head_dim).name,
+            compute_dtype=str(networks.reference_dtype(config)).removeprefix("torch."),
             processes=accelerator.num_processes,
             parameters=nets.counts,
             balance_coefficient=self.balance_coefficient,
-            reference=self.reference and self.reference.mark(),
+            reference=self.reference and self.reference.kind,
         )
         found = self._newest_checkpoint()
         if config.evaluation.eval_steps:
-            self.floor = measure_floor(accelerator, nets.model, self.held_out)
             self.start_scores, self.start_routing = evaluate(accelerator, nets.model, self.held_out)
-            if self.floor is not None:
-                self.start_scores.floor = self.floor
         if found is not None:
             folder, state = found
             self._load(folder)
@@ -184,7 +170,7 @@ class _Training:
         self.say(
             f"{nets.counts['trained']:,} of {nets.counts['total']:,} weights are trained on "
             f"{accelerator.num_processes} x {accelerator.device.type} in {run.record.compute_dtype}; "
-            f"{config.max_steps} steps x {data.batch_size} sequences x {data.sequence_length} tokens = "
+            f"{config.max_steps} steps x {config.data.batch_size} sequences x {config.data.sequence_length} tokens = "
             f"{config.max_steps * config.tokens_per_step:,} tokens, "
             f"{accelerator.gradient_accumulation_steps} micro-batches per step"
         )
@@ -303,8 +289,6 @@ class _Training:
             files, made = mark_files(run.model), hash_model(run.model)
             files.pop(SEAL)  # it covers the card, which is written when the run is finished
             scores = score_saved(config, run.model, accelerator.device, self.held_out, self.reference)
-            if self.floor is not None:
-                scores.floor = self.floor
             self.say(f"{run.model}: {held_out_scores(scores)}")
             self.say(f"{config.max_steps} steps, {tokens:,} tokens, {self.seconds:.0f} s of training")
         facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(self.seconds, 3), "data_read": receipt}

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from moh_llm.devices import COMPUTE_DTYPE, compute_dtype, computes_bfloat16_fast, name_device, own_device
+from moh_llm.devices import COMPUTE_DTYPE, compute_dtype, own_device
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.run import RunRecord
@@ -26,13 +26,12 @@ from moh_llm.training.runs import RUN_RECORD
 _NAMES: dict[torch.dtype, Literal["no", "bf16"]] = {torch.float32: "no", torch.bfloat16: "bf16"}
 
 
-def decide_precision(config: TrainConfig, overwrite: bool = False, dtype: torch.dtype | None = None) -> TrainConfig:
+def decide_precision(config: TrainConfig, overwrite: bool = False) -> TrainConfig:
     """The recipe with `mixed_precision` of "no" or "bf16" in place of "auto".
 
     Args:
         config: the recipe.
         overwrite: whether a run in ``config.output_dir`` is started anew; else "auto" is what that run chose.
-        dtype: what a new run computes in; None: what this process's device computes fast.
 
     Raises:
         UserError: the environment asks for another dtype.
@@ -41,7 +40,7 @@ def decide_precision(config: TrainConfig, overwrite: bool = False, dtype: torch.
         return config
     chosen = None if overwrite else _recorded(config)
     if chosen is None:
-        chosen = _NAMES.get(dtype or compute_dtype(own_device()))
+        chosen = _NAMES.get(compute_dtype(own_device()))
     if chosen is None:
         raise UserError(
             f"{COMPUTE_DTYPE}=float16: training computes in bfloat16 or float32; set mixed_precision to bf16 or no"
@@ -70,13 +69,6 @@ def check_agreement(accelerator: Accelerator, config: TrainConfig) -> None:
 
     found = gather_object([config.mixed_precision])
     from_main(accelerator, lambda: check(found))
-
-
-def slow_precision(config: TrainConfig, device: torch.device) -> str | None:
-    """A warning where the run computes in bfloat16 on a device that is slow at it; else None."""
-    if config.mixed_precision != "bf16" or computes_bfloat16_fast(device):
-        return None
-    return f"{name_device(device)} computes bfloat16 slower than float32; a new run with mixed_precision=no is faster"
 
 
 # Whether the package is installed, and its name.

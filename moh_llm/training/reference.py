@@ -25,7 +25,6 @@ from moh_llm.records.conversion import (
     read_conversion,
 )
 from moh_llm.records.identity import FolderRecords, hash_model, hash_weights, read_records
-from moh_llm.records.run import ReferenceMark
 from moh_llm.records.seal import WeightHashes
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.parallel import from_main
@@ -52,10 +51,6 @@ class Reference:
     def described(self) -> str:
         """The reference and its origin, for the user."""
         return REFERENCES[self.kind] + (self.source and f", {self.source}")
-
-    def mark(self) -> ReferenceMark:
-        """The entry of the run's record."""
-        return ReferenceMark(kind=self.kind, own=self.own, base=self.base and self.base.identity().content())
 
 
 @dataclass(frozen=True)

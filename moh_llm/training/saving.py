@@ -129,7 +129,7 @@ def export_checkpoint(checkpoint: Path, output: Path, overwrite: bool = False) -
     check_output_folder(output, overwrite, [config.model, checkpoint])
     if mark_model(config) != run.model:
         raise UserError(f"model={config.model} is not what the run in {place.parent} began with; restore it")
-    starting_point = replace(find_starting_point(config, run.reference and run.reference.kind), mixture=run.mixture)
+    starting_point = replace(find_starting_point(config, run.reference), mixture=run.mixture)
     tokenizer = networks.load_tokenizer(Path(config.model))
     with lock_folder(output):
         check_output_folder(output, overwrite)  # another writer may have ended meanwhile

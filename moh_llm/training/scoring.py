@@ -16,7 +16,7 @@ from moh_llm.devices import float64_device, wide
 from moh_llm.intervals import SUMMED
 from moh_llm.metrics import Batch, Comparison
 from moh_llm.modeling import MoHRouter
-from moh_llm.records.run import DenseScores, Routing, Scores
+from moh_llm.records.run import Routing, Scores
 from moh_llm.training import networks
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.losses import IGNORED, heads_on_sum, next_token_targets
@@ -165,25 +165,12 @@ def evaluate(
     return scores, routing
 
 
-def measure_floor(accelerator: Accelerator, model: torch.nn.Module, batches: list[Batch]) -> float | None:
-    """KL of the untrained student with all heads on to its reference, on held-out sequences, in nats per token.
-
-    Both have the same dense weights, so this is the effect of their precisions alone (under mixed precision the
-    student's residual stream is float32, the reference's bfloat16), and no KL of the run is more exact. It is None
-    without a reference, and where the student begins with other dense weights, as a model that was tuned before does.
-    """
-    step = accelerator.unwrap_model(model)
-    if not (step.has_teacher and step.reference.own):
-        return None
-    return evaluate(accelerator, model, batches, all_heads=True)[0].kl
-
-
 def score_saved(
     config: TrainConfig, folder: Path, device: torch.device, batches: list[Batch], reference: Reference | None
 ) -> Scores:
     """Score a saved model from disk against the reference, both in the reference's dtype.
 
-    Without a reference there is only perplexity. With one, ``all_heads`` has the scores with all heads on.
+    Without a reference there is only perplexity. With one, ``all_heads_kl`` is the KL with all heads on.
     """
     dtype = networks.reference_dtype(config)
     other = None if reference is None else networks.load_reference(config, reference, device)
@@ -192,13 +179,7 @@ def score_saved(
     scores = evaluate(None, step, batches)[0]
     scores.dtype = str(dtype).removeprefix("torch.")
     if reference is not None:
-        dense = evaluate(None, step, batches, all_heads=True)[0]
-        scores.all_heads = DenseScores(
-            perplexity=dense.perplexity,
-            kl=dense.kl,
-            kl_interval=dense.kl_interval,
-            top1_agreement=dense.top1_agreement,
-        )
+        scores.all_heads_kl = evaluate(None, step, batches, all_heads=True)[0].kl
     return scores
 
 

@@ -193,7 +193,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         config: Line = {"model": "out/moh", "output_dir": str(folder), "max_steps": 6, "seed": seed}
         config |= {"data": {"mixture": "tiny.yaml", "sequence_length": 16, "batch_size": 2}} | (recipe or {})
         facts = {"status": "finished", "config": config, "model": {"sha256": "ab"}, "data": {"one": {"tokens": 9}}}
-        facts["reference"] = {"kind": "base"}
+        facts["reference"] = "base"
         (folder / "run.json").write_text(json.dumps(facts | {"device": "cpu", "processes": 1} | (record or {})))
         log = _log_lines(steps, every, scale) if lines is None else lines
         (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log) + tail)

@@ -121,7 +121,7 @@ def test_what_is_no_sample_of_one_recipe_is_another_group(make_run: MakeRun, tmp
         make_run("again/run", seed=0),
         make_run("second/run", seed=1, record={"model": {"sha256": "cd"}}),
         make_run("third/run", seed=2, record={"data": {"two": {"tokens": 5}}}),
-        make_run("fourth/run", seed=3, record={"reference": {"kind": "start"}}),
+        make_run("fourth/run", seed=3, record={"reference": "start"}),
     ]
     assert report(*runs, "--output", tmp_path / "report") == 0
     found = read(tmp_path / "report")

@@ -105,7 +105,7 @@ def _perplexity_ratio(facts: Facts) -> Expected:
 
 
 def _after_training(facts: Facts) -> Expected:
-    return None if facts.dense_kept else [facts.at(f"{_SAVED}.all_heads.kl"), facts.at(f"{_SAVED}.tokens")]
+    return None if facts.dense_kept else [facts.at(f"{_SAVED}.all_heads_kl"), facts.at(f"{_SAVED}.tokens")]
 
 
 def _fitted(facts: Facts) -> Expected:
@@ -164,14 +164,9 @@ def _trained(facts: Facts) -> Expected:
     return [count for count in counts if count]
 
 
-def _floor(facts: Facts) -> Expected:
-    floor = facts.found.saved.get("floor")
-    return None if floor is None else [floor]
-
-
 def _all_heads(facts: Facts) -> Expected:
-    found = facts.records["run"]["evaluation"].get("all_heads")
-    return None if found is None else [found["kl"]]
+    found = facts.records["run"]["evaluation"].get("all_heads_kl")
+    return None if found is None else [found]
 
 
 def _only(tuned: bool, expected: Callable[[Facts], Expected] = lambda facts: []) -> Callable[[Facts], Expected]:
@@ -215,7 +210,6 @@ SAID: dict[str, Callable[[Facts], Expected]] = {
     "No benchmark was run": _only(False),
     "Its config allows": lambda facts: [1024, max(CONTEXT, SEQUENCE)],
     "Scored on": _only(True, lambda facts: [facts.at(f"{_SAVED}.tokens")]),
-    "Before the first step": _only(True, _floor),
     "With every head on, the saved model": _only(True, _all_heads),
     "| parameters |": lambda facts: facts.take("conversion.arithmetic.parameters", "dense", "routers", "fallbacks"),
     "| weights trained |": _only(True, _trained),

@@ -68,9 +68,7 @@ class Run(Recount):
         found = scores(network.compare(saved, self.base_network, self.held_out))
         saved.set_active_heads(8)
         dense = conversion.figures(network.compare(saved, self.base_network, self.held_out))
-        names = ("perplexity", "kl", "kl_interval", "top1_agreement")
-        found |= {"dtype": "float32", "all_heads": {name: dense[name] for name in names}}
-        return found | ({} if self.kind == "paper" else {"floor": Near(0.0, 1e-6)})
+        return found | {"dtype": "float32", "all_heads_kl": dense["kl"]}
 
 
 def _log(run: Run) -> list[dict[str, Any]]:
@@ -101,9 +99,7 @@ def scores(found: network.Comparison, compared: bool = True) -> dict[str, Any]:
 
 def in_training(run: Run, step: int) -> dict[str, Any]:
     """Scores of the model that is trained: without a teacher it is compared with nothing."""
-    compared = run.kind != "paper"
-    floor = {"floor": Near(0.0, 1e-6)} if compared and not step else {}
-    return scores(run.scored[step], compared) | floor
+    return scores(run.scored[step], run.kind != "paper")
 
 
 def _rates(run: Run, step: int) -> dict[str, float]:

@@ -1,18 +1,18 @@
-"""What the doctor says of jobs that are fit, and each fault of devices, batch, disk and memory."""
+"""What `moh-llm doctor` says of a job, and the faults that it finds before a model is loaded."""
 
 import json
 import shutil
-from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moh_llm.cli import main
-from moh_llm.flops import training_flops
+from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.training import preflight
-from moh_llm.training.memory import Sizes, estimate_memory
-from moh_llm.training.preflight import Device, diagnose
+from moh_llm.training.config import TrainConfig
+from moh_llm.training.loop import train
+from moh_llm.training.preflight import check_model, diagnose, read_model_config
 from moh_llm.training.recipe import load_config
 
 RECIPES = sorted(
@@ -22,128 +22,113 @@ RECIPES = sorted(
 )
 
 
-def of_check(diagnosis, check: str) -> list[tuple[str, str]]:
-    return [(finding.state, finding.text) for finding in diagnosis.findings if finding.check == check]
+@pytest.fixture
+def model_copy(model_folder: Path, tmp_path: Path) -> Path:
+    """The tiny model, to be changed."""
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
-def the_fault(diagnosis) -> tuple[str, str]:
-    """Check and text of the only fault."""
-    ((check, text),) = [(finding.check, finding.text) for finding in diagnosis.findings if finding.state == "fault"]
-    assert not diagnosis.fit and "\n" not in text
-    return check, text
+@pytest.fixture
+def make(configure: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
+    """`configure`, of paths too."""
+    return lambda **keys: configure(
+        **{key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
+    )
 
 
-def test_attention_that_cannot_be_computed_is_a_fault(configure, monkeypatch):
-    assert [state for state, _ in of_check(diagnose(configure()), "attention")] == ["ok"]
-
-    def fail(*given: object) -> None:
-        raise RuntimeError("no kernel image\nis available")
-
-    monkeypatch.setattr(preflight, "choose_for", fail)
-    ((state, text),) = of_check(diagnose(configure()), "attention")
-    assert state == "fault" and "no kernel image is available" in text
+def edit(model: Path, **fields: object) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-# ---- a job that is fit
-
-
-def test_a_fit_job_is_described_in_full(recipe, tmp_path, capsys, monkeypatch):
-    record_file, usage = tmp_path / "doctor.json", shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)  # others write to the disk meanwhile
-    # Flags may stand before the recipe and among its keys.
-    keys = ["--max_steps", "4", "--mixed_precision", "bf16", "--optimizer.router_learning_rate", "1e-3"]
-    flags = ["--gpu", "H100", *keys[:2], "--processes=2", *keys[2:]]
-    assert main(["doctor", "--strategy", "fsdp2", str(recipe), *flags, "--json", str(record_file)]) == 0
-    record, text = json.loads(record_file.read_text()), capsys.readouterr().out
-    config = load_config(recipe, keys)
-    diagnosis = diagnose(config, "fsdp2", 2, "H100")
-    given = {"recipe": str(recipe), "strategy": "fsdp2", "processes": 2, "gpu": "H100"}
-    assert record == given | diagnosis.record() and record["fit"] is True
-    assert {finding["state"] for finding in record["findings"]} == {"ok"}
-    names = "devices batch output model rates teacher tokenizer data disk memory"
-    assert [*dict.fromkeys(finding["check"] for finding in record["findings"])] == names.split()
-    model = MoHLlamaConfig.from_pretrained(config.model)
-    memory = estimate_memory(config, model, Sizes.count(config, model), "fsdp2", 2)
-    assert record["memory_per_process"] == vars(memory) | {"total": memory.total}
-    plan = record["plan"]
-    assert (plan["steps"], plan["tokens"]) == (4, 4 * 4 * 32)
-    assert plan["flops"] == 16 * training_flops(model, 32, teacher=True, recompute=False, frozen=False)
-    assert plan["days"] == pytest.approx(plan["flops"] / (2 * 0.4 * 989e12) / 86400)
-    assert "40%" in plan["assumes"]
-    assert all(finding["text"] in text for finding in record["findings"])
-
-
-def test_only_a_known_peak_gives_days(configure):
-    assert diagnose(configure(), gpu="L4").plan.days is None  # float32
-    for precision_asked in ("bf16", "auto"):
-        assert diagnose(configure(mixed_precision=precision_asked), gpu="L4").plan.days > 0
+def test_a_fit_job_is_described(recipe, run, capsys) -> None:
+    """Its text is in the cache, as the fixture's run has read it."""
+    config = load_config(recipe)
+    assert main(["doctor", str(recipe), "--processes=2", "--output_dir", str(run.parent / "new")]) == 0
+    said = capsys.readouterr().out
+    assert {line.split()[0] for line in said.splitlines()} == {"ok"}
+    network = MoHLlamaForCausalLM.from_pretrained(config.model)
+    weights = sum(weight.numel() for weight in network.parameters())
+    assert f"{4 * weights / 2**30:.2f} GiB of weights" in said
+    assert "2 processes x 1 micro-batches x 2 sequences" in said
+    read = json.loads((run / "run.json").read_text())["data_read"]
+    for name, entry in read.items():
+        assert f"{name}: {entry['tokens']:,} tokens to be read of" in said
+    assert "6 steps x 4 sequences x 32 tokens = 768 tokens" in said
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_is_estimated_at_toy_size(path, model_folder, tmp_path):
+def test_every_recipe_is_one_that_the_doctor_takes(path, model_folder, tmp_path) -> None:
     keys = {"model": model_folder, "output_dir": tmp_path / "run", "data.mixture": tmp_path / "none"}
     config = load_config(path, [f"--{name}={value}" for name, value in keys.items()])
-    for strategy in ("one", "zero3"):
-        diagnosis = diagnose(config, strategy, 1 if strategy == "one" else 2, "H100")
-        assert the_fault(diagnosis)[0] == "data"
-        assert diagnosis.memory.total > 0 and diagnosis.plan.flops > 0 and diagnosis.plan.days > 0
-        assert diagnosis.plan.tokens == config.max_steps * config.tokens_per_step
+    found = list(diagnose(config))
+    assert [finding.check for finding in found if finding.state == "fault"] == ["data"]
+    assert found[-1].check == "job"
 
 
-# ---- faults
+def test_faults_are_status_1_and_name_their_way_out(recipe, model_copy, finished_run, capsys) -> None:
+    def fault(*flags: object) -> str:
+        assert main(["doctor", str(recipe), *map(str, flags)]) == 1
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault")]
+        return line
+
+    assert "data.batch_size=4 must be a multiple" in fault("--processes", 3)
+    assert "is not a folder" in fault("--model", "none")
+    assert "report_to: 'tensorbord' is unknown" in fault("--report_to", "[tensorbord]")
+    assert "different: seed" in fault("--output_dir", finished_run, "--seed", 1)
+    assert "tokens, fewer than one" in fault("--data.sequence_length", 10**6)
+    for path in model_copy.glob("tokenizer*"):
+        path.unlink()
+    assert "has no tokenizer that loads" in fault("--model", model_copy)
+    next(model_copy.glob("*.safetensors")).unlink()
+    assert "fault    model" in fault("--model", model_copy)
 
 
-def test_a_model_that_is_not_there_leaves_nothing_to_estimate(configure, tmp_path):
-    diagnosis = diagnose(configure(model=str(tmp_path / "none")))
-    check, text = the_fault(diagnosis)
-    assert check == "model" and "is not a folder" in text
-    assert diagnosis.record()["memory_per_process"] is None and diagnosis.record()["plan"] is None
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "llama"}, "has model_type=llama, not moh_llama; convert it first"),
+        ({"router_score": "weighted", "head_fallback": "none"}, "it is not its dense form, so there is no teacher"),
+        ({"num_active_heads": 4}, "there is nothing for distillation to recover; set objective.kind to cross_entropy"),
+    ],
+)
+def test_models_that_cannot_be_trained_so_are_refused(make, model_copy, fields, message) -> None:
+    edit(model_copy, **fields)
+    with pytest.raises(UserError) as error:
+        read_model_config(make(model=model_copy))
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_too_little_disk_is_a_fault(configure, model_folder, tmp_path, monkeypatch):
-    config = configure(
-        output_dir=str(tmp_path / "a" / "b"), **{"checkpoint.milestone_every": 4, "checkpoint.save_total_limit": 1}
-    )
-    weights = sum(weight.numel() for weight in MoHLlamaForCausalLM.from_pretrained(model_folder).parameters())
-    # Of steps 2, 4 and 6 the milestone 4, the newest, and the one that is written; and the float32 model.
-    needed, asked = 3 * 12 * weights + 4 * weights, []
-    usage = namedtuple("usage", "total used free")
-
-    def leave(free: int) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage(10**15, 0, free))
-
-    leave(needed)
-    assert diagnose(config).fit and asked == [tmp_path]
-    leave(needed - 1)
-    check, text = the_fault(diagnose(config))
-    assert check == "disk" and "3 checkpoints" in text and "free some" in text
-    # What the run has written already is paid for.
-    old = tmp_path / "a" / "b" / "checkpoints" / "step-000002"
-    old.mkdir(parents=True)
-    (old / "model.safetensors").write_bytes(b"x")
-    diagnosis = diagnose(config)
-    assert [state for state, _ in of_check(diagnosis, "disk")] == ["ok"]
+def test_sequences_in_which_all_heads_are_on_are_refused(make, model_copy) -> None:
+    """There student and teacher are the same; cross-entropy has something to learn, and longer sequences have, too."""
+    edit(model_copy, head_fallback="local", local_window=8, local_sinks=2, local_start=64)
+    short, long = ({"model": model_copy, "data.sequence_length": length} for length in (64, 65))
+    by_text = {"objective.kind": "cross_entropy"}
+    for keys in (short, short | by_text | {"freeze_base": True}):
+        with pytest.raises(UserError, match=r"data.sequence_length=64: .* for a document's first 64 tokens.*--context"):
+            read_model_config(make(**keys))
+    assert read_model_config(make(**short, **by_text)).local_start == 64
+    assert read_model_config(make(**long)).local_start == 64
 
 
-def test_memory_that_is_too_small_is_a_fault(configure, monkeypatch):
-    total = diagnose(configure()).memory.total
-    for share, state in ((1.01, "fault"), (0.95, "warning"), (0.5, "ok")):
-        device = Device("toy", round(total / share), None)
-        monkeypatch.setattr("moh_llm.training.preflight.find_device", lambda gpu, processes, device=device: device)
-        assert [found for found, _ in of_check(diagnose(configure()), "memory")] == [state]
+@pytest.mark.parametrize(
+    ("rope", "length", "factor"),
+    [
+        (None, 65, "1.016"),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256, None),
+        ({"rope_type": "dynamic", "factor": 2.0}, 129, "2.016"),
+    ],
+)
+def test_sequences_beyond_the_positions_are_warned_of(make, model_copy, rope, length, factor) -> None:
+    if rope is not None:
+        edit(model_copy, rope_parameters=rope | {"rope_theta": 10000.0})
+    warned = check_model(make(model=model_copy, **{"data.sequence_length": length}), divided=False)
+    assert (warned is None) == (factor is None)
+    assert warned is None or f'"factor": {factor} ' in warned
 
 
-# ---- the command
-
-
-def test_a_fault_is_status_1_and_bad_usage_status_2(recipe, capsys):
-    assert main(["doctor", str(recipe), "--processes", "3", "--strategy", "ddp"]) == 1
-    assert "fault    batch      data.batch_size=4 must be a multiple" in capsys.readouterr().out
-    for flags, message in (
-        (["--gpu", "V100"], "--gpu V100 is not known; known are A10, A100"),
-        (["--processes", "2"], "--processes 2 needs a --strategy that divides the work"),
-        (["--max_step", "2"], "the nearest one is 'max_steps'"),
-    ):
-        assert main(["doctor", str(recipe), *flags]) == 2
-        stderr = capsys.readouterr().err
-        assert stderr.startswith("error: ") and stderr.count("\n") == 1 and message in stderr
+def test_training_warns_and_goes_on(configure) -> None:
+    said: list[str] = []
+    train(configure(max_steps=1, **{"evaluation.eval_steps": 0, "data.sequence_length": 80}), say=said.append)
+    assert any(line.startswith("warning: data.sequence_length=80") for line in said)
+    assert MoHLlamaConfig.from_pretrained(configure().model).max_position_embeddings == 64
