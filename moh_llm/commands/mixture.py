@@ -2,10 +2,14 @@
 
 import argparse
 import re
+from typing import TYPE_CHECKING, Any
 
 from moh_llm.errors import UserError, printable
 from moh_llm.reading import expand_home
 from moh_llm.terminal import console, say
+
+if TYPE_CHECKING:
+    from moh_llm.data.mixture import Source
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -21,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="YAML file, 'embedded', or folder of moh-llm tokenize",
     )
     show.add_argument("--tokens", default="100B", help="budget, for instance 40M or 100B (default: %(default)s)")
-    show.add_argument("--tokenizer", type=expand_home, help="of which model; estimates the tokens of a mixture file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,23 +36,26 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.data.mixture import load_mixture
     from moh_llm.data.shards import open_tokens
 
-    budget = parse_tokens(args.tokens)
-    notes: list[str] = []
-    if Path(args.mixture).is_dir():
-        sources = open_tokens(Path(args.mixture))
-        available = {source.name: (len(source.train), True) for source in sources}
+    budget, notes = parse_tokens(args.tokens), []
+    if exact := Path(args.mixture).is_dir():
+        tokenized = open_tokens(Path(args.mixture))
+        sources: list[Any] = list(tokenized)
+        available: dict[str, int | None] = {source.name: len(source.train) for source in tokenized}
     else:
         mixture = load_mixture(args.mixture)
-        say(mixture.describe())
         sources = list(mixture.sources)
-        available, notes = _estimates(mixture, args.tokenizer)
-
+        available = {}
+        for source in mixture.sources:
+            try:
+                available[source.name] = _estimate(source, mixture.validation_share)
+            except UserError as error:
+                notes.append(str(error))
     say(f"tokens of each source for a budget of {budget:,}, and those for training:")
     table = Table("source", box=None)
     for header in ("share", "budget", "available", "epochs", "max epochs"):
         table.add_column(header, justify="right")
     for source in sources:
-        tokens, exact = available.get(source.name, (None, False))
+        tokens = available.get(source.name)
         wanted = budget * source.weight
         epochs = "?" if not tokens else f"{wanted / tokens:,.2f}"
         if tokens and source.max_epochs is not None and wanted > source.max_epochs * tokens:
@@ -79,23 +85,13 @@ def parse_tokens(text: str) -> int:
     return round(float(found[1]) * _UNITS[found[2]])
 
 
-def _estimates(mixture, tokenizer_name: str | None) -> tuple[dict[str, tuple[int | None, bool]], list[str]]:
-    """Per source its training tokens and whether they are exact; and what could not be found out."""
+def _estimate(source: "Source", validation_share: float) -> int | None:
+    """Training tokens of a source of local files, by their sizes; None of another one."""
     from moh_llm.data.locate import locate
-    from moh_llm.data.sample import estimate_tokens
-    from moh_llm.data.tokenizer import TextTokenizer
 
-    if tokenizer_name is None:
-        return {}, ["available tokens: pass --tokenizer to estimate them, or show a folder of moh-llm tokenize"]
-    tokenizer = TextTokenizer.load(tokenizer_name)
-    found: dict[str, tuple[int | None, bool]] = {}
-    notes = []
-    for source in mixture.sources:
-        try:
-            tokens = estimate_tokens(source, locate(source), tokenizer)
-        except UserError as error:
-            notes.append(str(error))
-            continue
-        if tokens is not None:
-            found[source.name] = (round(tokens * (1 - mixture.validation_share)), False)
-    return found, notes
+    if not source.files:
+        return None
+    # About 4 bytes of English a token, and compressed files hold about 3 times their size.
+    packed = (".gz", ".zst", ".zstd", ".parquet")
+    size = sum((file.size or 0) * (3 if file.path.endswith(packed) else 1) for file in locate(source))
+    return round(size / 4 * (1 - validation_share))

@@ -22,15 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="settings of datatrove's executor; slurm needs time=HH:MM:SS partition=NAME",
     )
-    parser.add_argument(
-        "--on-bad-record",
-        choices=("stop", "skip"),
-        default="stop",
-        help="a record (or the rest of a corrupt file) that cannot be read stops the run, or is left out and counted",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="tokenise again the sources that were made from something else"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +35,6 @@ def run(args: argparse.Namespace) -> int:
     executor_args = dict(_pair(argument) for argument in args.executor_args)
     mixture = load_mixture(args.mixture)
     tokenizer = TextTokenizer.load(args.tokenizer, rows_beside(args.tokenizer))
-    say(mixture.describe())
     record = tokenize_mixture(
         mixture,
         tokenizer,
@@ -52,23 +42,14 @@ def run(args: argparse.Namespace) -> int:
         workers=args.workers,
         executor=args.executor,
         executor_args=executor_args,
-        skip_bad=args.on_bad_record == "skip",
-        overwrite=args.overwrite,
     )
     if record is None:
         say(f"submitted to Slurm; the last job writes {args.output}/mixture.json")
         return 0
     for name, source in record.sources.items():
-        left_out = "".join(f", {count:,} {kind}" for kind in ("filtered", "bad") if (count := getattr(source, kind)))
-        if (targets := source.loss_tokens) is not None:
-            left_out = f", loss on {targets:,} tokens{left_out}"
-        say(
-            f"{name}: {source.tokens:,} tokens of {source.documents:,} documents, "
-            f"{source.tokens_per_byte:.3f} tokens per byte{left_out}"
-        )
-        for example in source.bad_examples:
-            say(f"  left out: {example}")
-    say(f"{args.output}: {record.tokens:,} tokens in {record.seconds:.1f} s")
+        loss = "" if source.loss_tokens is None else f", loss on {source.loss_tokens:,} tokens"
+        say(f"{name}: {source.tokens:,} tokens of {source.documents:,} documents{loss}")
+    say(f"{args.output}: {record.tokens:,} tokens")
     return 0
 
 

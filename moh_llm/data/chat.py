@@ -3,22 +3,32 @@
 Records have the fields that TRL's trainers take: `messages`, or `prompt` and `completion` (two texts or two lists of
 messages), and beside messages also `tools` and `chat_template_kwargs`. The tokenizer's chat template turns messages
 into text.
+
+transformers' `return_assistant_tokens_mask` does not serve: it needs a template with markers, which few models have,
+and loses turns where a tokenizer leaves spaces out of its offsets.
 """
 
 import hashlib
 import json
 import re
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from moh_llm.data.mixture import CHAT_DATE
-
 FIELDS = {"messages": ("messages",), "prompt_completion": ("prompt", "completion")}
 OPTIONS = ("tools", "chat_template_kwargs")
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# A template that asks for today's date gets the one that Llama 3's write without a clock: shards are the same on all
+# days. transformers passes no functions to templates, hence a macro, which takes the place of its clock.
+_DATE = {"%d": "26", "%m": "07", "%b": "Jul", "%B": "July", "%Y": "2024", "%y": "24", "%A": "Friday", "%a": "Fri"}
+_CLOCK = "".join(
+    (
+        "{%- macro strftime_now(format) -%}{{ format",
+        *(f" | replace('{code}', '{value}')" for code, value in _DATE.items()),
+        " }}{%- endmacro %}\n",
+    )
+)
 
 
 class ChatText(str):
@@ -27,20 +37,18 @@ class ChatText(str):
     Attributes:
         spans: ranges of characters that the loss is taken on, in ascending order.
         templated: whether a chat template wrote it, special tokens included, so that the tokenizer adds none.
-        group: the text as of `CHAT_DATE`; decides whether it is held out, whatever date the template writes.
     """
 
-    __slots__ = ("group", "spans", "templated")
+    __slots__ = ("spans", "templated")
 
-    spans: tuple[tuple[int, int], ...]
+    spans: list[tuple[int, int]]
     templated: bool
-    group: str
 
     @classmethod
     def from_spans(cls, text: str, spans: list[tuple[int, int]], templated: bool) -> "ChatText":
-        """Half a surrogate pair, which JSON can hold, becomes a question mark."""
-        made = cls(text.encode("utf-8", "replace").decode())
-        made.spans, made.templated, made.group = tuple(spans), templated, str(made)
+        """A text with its spans."""
+        made = cls(in_utf8(text))
+        made.spans, made.templated = spans, templated
         return made
 
     def targets(self, offsets: list[tuple[int, int]], closed: bool) -> np.ndarray:
@@ -60,21 +68,17 @@ class ChatText(str):
         return found
 
 
+def in_utf8(text: str) -> str:
+    """The text with a question mark for half a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode()
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template (Jinja) and the special tokens that it may name, as JSON.
-
-    `date` is what it writes where it asks for today's date, so that the text is the same on all days.
-    """
+    """A tokenizer's chat template (Jinja) and the special tokens that it may name."""
 
     template: str
-    special_tokens: str
-    date: str = CHAT_DATE
-
-    @property
-    def reads_clock(self) -> bool:
-        """Whether the text may depend on the date."""
-        return "strftime_now" in self.template
+    special_tokens: dict[str, Any]
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> "ChatTemplate | None":
@@ -82,14 +86,13 @@ class ChatTemplate:
         template = getattr(tokenizer, "chat_template", None)
         if isinstance(template, dict):
             template = template.get("default")
-        if not template:
-            return None
-        return cls(template, json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str))
+        return cls(template, tokenizer.special_tokens_map) if isinstance(template, str) and template else None
 
     @property
     def sha256(self) -> str:
-        """Hex SHA-256 of everything but the date that decides the text of messages."""
-        return hashlib.sha256(json.dumps([self.template, self.special_tokens]).encode()).hexdigest()
+        """Hex SHA-256 of everything that decides the text of messages."""
+        content = json.dumps([self.template, self.special_tokens], sort_keys=True, default=str)
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def text_of(self, messages: list[dict], first: int, options: dict[str, Any]) -> ChatText:
         """The text of messages; the spans are what the assistant says from message `first` on.
@@ -103,116 +106,72 @@ class ChatTemplate:
             ValueError: none of the messages is the assistant's, or the template does not show which text is.
         """
         if not first and _MARKERS.search(self.template):
-            text, marked = self._render(messages, options, markers=True)
-            spans = [(low, high) for low, high in marked if low < high]
+            text, marked = self._render(messages, return_assistant_tokens_mask=True, **options)
+            spans = [(low, high) for low, high in marked[0] if low < high]
         else:
-            text = self._render(messages, options)[0]
-            spans = self._assistant_turns(messages, first, text, options)
+            text = self._render(messages, **options)[0]
+            turns = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
+            spans = [self._find_turn(messages, number, text, options) for number in turns]
         if not spans:
             raise ValueError("no message is the assistant's, so there is nothing to learn from it")
         return ChatText.from_spans(text, spans, templated=True)
 
-    def _assistant_turns(
-        self, messages: list[dict], first: int, text: str, options: dict[str, Any]
-    ) -> list[tuple[int, int]]:
-        """Ranges of the assistant's turns from message `first` on. A turn begins after the generation prompt."""
-        spans = []
-        for number in range(first, len(messages)):
-            if messages[number]["role"] != "assistant":
-                continue
-            before = self._render(messages[:number], options, add_generation_prompt=True)[0]
-            upto = text if number + 1 == len(messages) else self._render(messages[: number + 1], options)[0]
-            if not text.startswith(upto):  # some templates close a conversation after its last message, whichever it is
-                upto = upto.removesuffix(json.loads(self.special_tokens).get("eos_token") or "")
-            if not (text.startswith(upto) and text.startswith(before) and len(before) < len(upto)):
-                raise ValueError(
-                    f"the chat template writes the text up to message {number + 1} differently when more messages "
-                    "follow, so the assistant's text cannot be found; use a template with {% generation %} markers"
-                )
-            spans.append((len(before), len(upto)))
-        return spans
+    def _find_turn(self, messages: list[dict], number: int, text: str, options: dict[str, Any]) -> tuple[int, int]:
+        """Where message `number` is in the text: from the generation prompt to the beginning of the next message."""
+        before = self._render(messages[:number], add_generation_prompt=True, **options)[0]
+        upto = text if number + 1 == len(messages) else self._render(messages[: number + 1], **options)[0]
+        if not text.startswith(upto):  # some templates close a conversation after its last message, whichever it is
+            upto = upto.removesuffix(self.special_tokens.get("eos_token") or "")
+        if not (text.startswith(upto) and text.startswith(before) and len(before) < len(upto)):
+            raise ValueError(
+                f"the chat template writes the text up to message {number + 1} differently when more messages "
+                "follow, so the assistant's text cannot be found; use a template with {% generation %} markers"
+            )
+        return len(before), len(upto)
 
-    def _render(
-        self, messages: list[dict], options: dict[str, Any], markers: bool = False, **more: Any
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _render(self, messages: list[dict], **options: Any) -> tuple[str, Any]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        given = {**json.loads(self.special_tokens), **options, **more}
         try:
             texts, spans = render_jinja_template(
-                conversations=[messages],
-                chat_template=self._reproducible_template(),
-                return_assistant_tokens_mask=markers,
-                **given,
+                conversations=[messages], chat_template=_CLOCK + self.template, **{**self.special_tokens, **options}
             )
         # A template may raise any exception.
         except Exception as error:
             raise ValueError(f"the chat template cannot write it: {' '.join(str(error).split())[:160]}") from error
-        return texts[0], spans[0] if markers else []
-
-    def _reproducible_template(self) -> str:
-        """The template, compiled by transformers with `date` for the clock and without chance.
-
-        transformers caches compiled templates by their text, and others may use this one with the clock: the comment,
-        which writes nothing, makes it another text.
-        """
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        text = f"{{# as of {self.date} #}}\n{self.template}"
-        compiled = _compile_jinja_template(text)
-        if compiled is not _compile_jinja_template(text):
-            raise RuntimeError("this version of transformers compiles a chat template each time")
-        compiled.globals |= {"strftime_now": datetime.fromisoformat(self.date).strftime, "lipsum": _refuse_chance}
-        compiled.environment.filters["random"] = _refuse_chance
-        return text
+        return texts[0], spans
 
 
-def _refuse_chance(*_: Any, **__: Any) -> None:
-    raise ValueError("it draws at random (random, lipsum), so its text would differ each time")
-
-
-def read_chat(kind: str, values: dict[str, Any], template: ChatTemplate | None, date: str = CHAT_DATE) -> ChatText:
+def read_chat(kind: str, record: dict[str, Any], template: ChatTemplate | None) -> ChatText:
     """The text of a record.
 
     Args:
         kind: `messages` or `prompt_completion`.
-        values: its fields of `FIELDS` and `OPTIONS`; None for one that it lacks.
+        record: its fields.
         template: the tokenizer's; None where it has none.
-        date: what the template writes for today's.
 
     Raises:
         ValueError: what is wrong with the record, in words that follow its place.
     """
-    missing = [name for name in FIELDS[kind] if values[name] is None]
-    if missing:
+    if missing := [name for name in FIELDS[kind] if record.get(name) is None]:
         raise ValueError(f"no field {' or '.join(missing)}")
-    prompt, completion = values.get("prompt"), values.get("completion")
-    if isinstance(prompt, str) and isinstance(completion, str):
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if kind != "messages" and isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise ValueError("its completion is empty")
         text = prompt + completion
         return ChatText.from_spans(text, [(len(prompt), len(text))], templated=False)
     if template is None:
         raise ValueError("it has messages, and the tokenizer has no chat template")
-    before = [] if kind == "messages" else _checked(prompt, "prompt")
-    name = FIELDS[kind][-1]
-    messages, options = before + _checked(values[name], name), _options(values)
-    text = replace(template, date=date).text_of(messages, len(before), options)
-    if template.reads_clock and date != CHAT_DATE:
-        text.group = str(template.text_of(messages, len(before), options))
-    return text
-
-
-def _options(values: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the template. Tools may be JSON in a text, as in parquet files."""
-    tools, more = values["tools"], values["chat_template_kwargs"] or {}
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
-        raise ValueError(f"its tools are no JSON ({error})") from error
-    if not isinstance(tools, list | None) or not isinstance(more, dict):
+    parts = [_checked(record[name], name) for name in FIELDS[kind]]
+    tools, arguments = record.get("tools"), record.get("chat_template_kwargs") or {}
+    tools = json.loads(tools) if isinstance(tools, str) else tools  # JSON in a text, as in parquet files
+    if not isinstance(tools, list | None) or not isinstance(arguments, dict):
         raise ValueError("its tools must be a list, and its chat_template_kwargs a map")
-    return {"tools": tools or None, **more}
+    first = len(parts[0]) if kind == "prompt_completion" else 0
+    return template.text_of(
+        [message for part in parts for message in part], first, {"tools": tools or None} | arguments
+    )
 
 
 def _checked(messages: Any, name: str) -> list[dict]:

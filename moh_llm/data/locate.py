@@ -15,12 +15,11 @@ from urllib.parse import quote
 from moh_llm.data.embedded import SPLIT
 from moh_llm.data.mixture import Source, matching
 from moh_llm.data.tokenizer import TextTokenizer
-from moh_llm.errors import UserError, reason, shown, without_passwords_in
+from moh_llm.errors import UserError, reason, shown
 from moh_llm.records.tokens import SourceIdentity, TextRecord
-from moh_llm.terminal import say_once
 
 _LIST_BYTES = 1 << 28  # of a list of addresses
-_CHUNK = 1 << 16  # bytes read at once; small, so that the position in the stored file is about right
+_CHUNK = 1 << 16  # bytes read at once
 
 
 @dataclass(frozen=True)
@@ -48,40 +47,18 @@ class SourceFile:
 
 
 def locate(source: Source) -> list[SourceFile]:
-    """The source's files in order of its patterns, sorted within each, each file once; none for a built-in source.
+    """The source's files in order of its patterns, sorted within each, each path once; none for a built-in source.
 
     Raises:
         UserError: nothing is there, or a list of addresses or the Hub cannot be read.
     """
-    files: dict[str, SourceFile] = {}
-    for file in _named_files(source):
-        known = files.setdefault(_real_path(file.path), file)
-        if known is not file:
-            say_once(f"source {source.name} names files twice, such as {known.name}; each file is read once")
-    return list(files.values())
-
-
-def _named_files(source: Source) -> list[SourceFile]:
-    """The files that the source's patterns and lists name, those that are named twice included."""
-    if source.files:
-        return [file for pattern in source.files for file in _local_files(pattern, source.name)]
-    if source.hub is not None:
-        return [file for pattern in source.data_files for file in _hub_files(source, pattern)]
     if source.url_list is not None:
-        return [SourceFile(url) for url in _listed_addresses(source)]
-    return [SourceFile(url) for url in source.urls]
-
-
-def _real_path(path: str) -> str:
-    """The same for all paths of a file, also through links and ``..``."""
-    path = _local_path(path)
-    if path.startswith(("http://", "https://")):
-        return path.partition("#")[0]  # the fragment is not sent
-    return path if "://" in path else os.path.realpath(path)
-
-
-def _local_path(path: str) -> str:
-    return path.removeprefix("file://").removeprefix("local://")
+        files = [SourceFile(url) for url in _listed_addresses(source)]
+    elif source.hub is not None:
+        files = [file for pattern in source.data_files for file in _hub_files(source, pattern)]
+    else:
+        files = [file for pattern in source.files for file in _local_files(pattern, source.name)]
+    return list({file.path: file for file in files}.values())
 
 
 def _local_files(pattern: str, name: str) -> Iterator[SourceFile]:
@@ -115,8 +92,8 @@ def _listed_addresses(source: Source) -> list[str]:
     assert source.url_list is not None
     where = f"source {source.name}: list {shown(source.url_list)}"
     try:
-        with open_file(source.url_list) as (_, plain):
-            data = plain.read(_LIST_BYTES + 1)
+        with open_file(source.url_list) as file:
+            data = file.read(_LIST_BYTES + 1)
         if len(data) > _LIST_BYTES:
             raise UserError(f"it is longer than {_LIST_BYTES >> 20} MiB")
         lines = [line.strip() for line in data.decode().split("\n")]
@@ -132,7 +109,7 @@ def _listed_addresses(source: Source) -> list[str]:
 def source_identity(
     source: Source, files: Sequence[SourceFile], tokenizer: TextTokenizer, validation_share: float
 ) -> SourceIdentity:
-    """Everything that decides a source's shards: text, tokenizer, filters, and what is held out.
+    """Everything that decides a source's shards: text, tokenizer, and what is held out.
 
     Raises:
         UserError: the source has messages, and the tokenizer has no chat template.
@@ -142,26 +119,20 @@ def source_identity(
             f"source {source.name} has messages, and tokenizer {tokenizer.name} has no chat template; "
             "put a chat_template.jinja beside it"
         )
-    chat: dict[str, Any] = {}
-    if source.type != "text":
-        chat = {"type": source.type, "chat_template": tokenizer.chat and tokenizer.chat.sha256}
-        if tokenizer.chat and tokenizer.chat.reads_clock:
-            chat["chat_date"] = source.chat_date
     builtin = {"builtin": source.builtin or "", "python": platform.python_version(), "split": SPLIT}
     return SourceIdentity(
         tokenizer=tokenizer.sha256,
         validation_share=validation_share,
-        format=source.format,
+        type=source.type,
         text_field=source.text_field,
-        filters=without_passwords_in(source.filters),  # as they are recorded, since the two are compared
+        chat_template=tokenizer.chat.sha256 if tokenizer.chat and source.type != "text" else None,
         text=builtin if source.builtin else [file.record() for file in files],
-        **chat,
     )
 
 
 @contextmanager
-def open_file(path: str, seekable: bool = False) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Yield the file as it is stored, and its decompressed bytes; the ending names the compression.
+def open_file(path: str, seekable: bool = False) -> Iterator[IO[bytes]]:
+    """Yield the file's decompressed bytes; the ending of its name says how they are compressed.
 
     Reading raises the decompressor's error where the data are corrupt or end too early. Decompression holds a bounded
     amount ahead of the reader.
@@ -176,30 +147,29 @@ def open_file(path: str, seekable: bool = False) -> Iterator[tuple[IO[bytes], IO
     with _open_stored(path, seekable) as raw:
         ending = shown(path).lower().rsplit(".", 1)[-1]
         if ending == "gz":
-            yield raw, io.BufferedReader(gzip.GzipFile(fileobj=raw), _CHUNK)
+            yield io.BufferedReader(gzip.GzipFile(fileobj=raw), _CHUNK)
         elif ending in ("zst", "zstd"):
             # Not by fsspec, whose zstandard ends silently where a file is cut off, so that a corpus would shrink.
             try:
                 from pyarrow import CompressedInputStream
             except ImportError as error:
                 raise UserError(f'{shown(path)}: reading it needs pyarrow; pip install "moh-llm[data]"') from error
-            yield raw, io.BufferedReader(CompressedInputStream(raw, "zstd"), _CHUNK)
+            yield io.BufferedReader(CompressedInputStream(raw, "zstd"), _CHUNK)
         else:
-            yield raw, raw
+            yield raw
 
 
 @contextmanager
 def _open_stored(path: str, seekable: bool) -> Iterator[Any]:
-    local = _local_path(path)
-    if "://" not in local:
-        if os.path.exists(local) and not os.path.isfile(local):  # reading a pipe or a device may never end
+    if "://" not in path:
+        if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe or a device may never end
             raise UserError(f"{shown(path)} is no regular file; name a file")
-        with open(local, "rb") as file:
+        with open(path, "rb") as file:
             yield file
         return
     import fsspec
 
-    # A block size of 0 asks for one stream: some servers know neither sizes nor ranges.
+    # A block size of 0 asks for one stream: some servers, as Dolma's, know neither sizes nor ranges.
     streamed = path.startswith(("http://", "https://")) and not seekable
     try:
         opened = fsspec.open(path, "rb", **({"block_size": 0} if streamed else {}))

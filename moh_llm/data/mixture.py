@@ -7,9 +7,8 @@ A mixture file is YAML::
     sources:
       web:
         weight: 3                   # share of the tokens; weights are normalised
-        files: web/*.jsonl.zst      # or: hub + data_files, urls, url_list, builtin
-        text_field: body            # default: the first known name that a file's records have
-        filters: {meta.language: [en, de], score: {min: 0.5}}
+        files: web/*.jsonl.zst      # or: hub + data_files, url_list, builtin
+        text_field: body            # default: text
         max_epochs: 4
 """
 
@@ -18,42 +17,26 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from datetime import date
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from moh_llm.errors import UserError, shown_in, without_passwords
 from moh_llm.reading import expand_home, is_path, read_yaml
-from moh_llm.terminal import say_once
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-_LOCATIONS = ("files", "hub", "urls", "url_list", "builtin")
+_LOCATIONS = ("files", "hub", "url_list", "builtin")
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "multiple_argument_values")  # error types of pydantic
+_REMOVED = {
+    "filters": "filter the text before, with datasets or datatrove",
+    "urls": "write the addresses into a file, one per line, and name it as url_list",
+    "format": "the ending of a file's name decides; rename or link the file",
+    "chat_date": "chat templates always write 26 July 2024 for today",
+}
 _Made = TypeVar("_Made")
-CHAT_DATE = "2024-07-26"  # what the templates of Llama 3 write where they have no clock
-
-
-def _check_filter(accepted: Any) -> Any:
-    """Raise ValueError unless ``accepted`` is a value, a list of values, or a range."""
-    if isinstance(accepted, dict):
-        if not accepted or not accepted.keys() <= {"min", "max"}:
-            raise ValueError("a range has the keys min and max, or one of them")
-        low, high = accepted.get("min", -math.inf), accepted.get("max", math.inf)
-        if any(isinstance(v, bool) or not _is_number(v) for v in accepted.values()) or low > high:
-            raise ValueError("min and max must be finite numbers, and min at most max")
-    elif accepted is None or accepted == []:
-        raise ValueError("no value is given, so no record would be kept")
-    elif not all(isinstance(v, str) or _is_number(v) for v in (accepted if isinstance(accepted, list) else [accepted])):
-        raise ValueError("a value must be a text, a finite number, true or false")
-    return accepted
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and -1e300 < value < 1e300
 
 
 def _paths(value: Any) -> tuple[str, ...]:
@@ -64,34 +47,22 @@ def _paths(value: Any) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _iso_date(text: str) -> str:
-    try:
-        return date.fromisoformat(text).isoformat()
-    except ValueError as error:
-        raise ValueError("a date must be written as 2024-07-26") from error
-
-
 _Text = Annotated[str, Field(min_length=1)]
 _Paths = Annotated[tuple[str, ...], PlainValidator(_paths)]
 
 
 @checked_dataclass(frozen=True, config=_STRICT)
 class Source:
-    """One source of text. Exactly one of `files`, `hub`, `urls`, `url_list` and `builtin` says where it is.
+    """One source of text. Exactly one of `files`, `hub`, `url_list` and `builtin` says where it is.
 
     Attributes:
         weight: share of the tokens.
         files: local paths or globs.
         hub: id of a Hub dataset; `data_files` are paths or globs in it, at `revision`.
-        urls: addresses of files.
         url_list: path or address of a text with one address per line; `match` is a glob that selects some of them.
         builtin: text that comes with Python, so that everything runs without a download (`moh_llm.data.embedded`).
-        format: of the files; None: by their endings.
         type: what a record is: a text, a conversation (`messages`), or `prompt` and `completion` (`moh_llm.data.chat`).
-        chat_date: what a chat template writes where it asks for today's date, so that text is the same on all days.
-        text_field: dotted name of the field that holds the text; None: a known name.
-        filters: dotted field name -> the value, the values (list), or the range (``{min:, max:}``)
-            of the records to keep.
+        text_field: name of the field that holds the text.
         max_epochs: how often training may go through the source; None: no bound.
     """
 
@@ -101,15 +72,11 @@ class Source:
     hub: _Text | None = None
     data_files: _Paths = ()
     revision: _Text | None = None
-    urls: _Paths = ()
     url_list: _Text | None = None
     match: _Text | None = None
     builtin: Literal["python_topics", "python_docstrings", "python_sources"] | None = None
-    format: Literal["jsonl", "parquet", "text"] | None = None
     type: Literal["text", "messages", "prompt_completion"] = "text"
-    chat_date: Annotated[str, AfterValidator(_iso_date)] = CHAT_DATE
-    text_field: _Text | None = None
-    filters: dict[str, Annotated[Any, AfterValidator(_check_filter)]] = field(default_factory=dict)
+    text_field: _Text = "text"
     max_epochs: Annotated[float, Field(gt=0, lt=1e9)] | None = None
 
 
@@ -120,10 +87,6 @@ class Mixture:
     name: str
     sources: tuple[Source, ...]
     validation_share: float = 0.05
-
-    def describe(self) -> str:
-        """One line: name and number of sources."""
-        return f"mixture {self.name}: {len(self.sources)} source{'s' if len(self.sources) > 1 else ''}"
 
 
 EMBEDDED = Mixture(
@@ -168,21 +131,8 @@ def load_mixture(path_or_name: str | Path) -> Mixture:
 
 
 def mixture_from_files(files: Sequence[str], validation_share: float = Mixture.validation_share) -> Mixture:
-    """A mixture of text files, an equal share for each argument (a path or glob).
-
-    A file that several arguments match belongs to the first of them.
-    """
-    sources: list[Source] = []
-    seen: set[str] = set()
-    for file in files:
-        pattern = _expand(file, Path(), f"text file {file}")
-        found = {os.path.realpath(path): path for path in matching(pattern)}
-        new = tuple(path for real, path in found.items() if real not in seen)
-        if len(new) < len(found):
-            say_once(f"text file {file} is given twice; each file is read once")
-        if new or not found:  # `locate` reports a file that is not there
-            sources.append(Source(file, 1.0, new or (pattern,)))
-        seen |= found.keys()
+    """A mixture of text files, an equal share for each argument (a path or glob)."""
+    sources = [Source(file, 1.0, (_expand(file, Path(), f"text file {file}"),)) for file in dict.fromkeys(files)]
     return _normalised("files", sources, validation_share)
 
 
@@ -211,6 +161,8 @@ def _validated(make: Callable[[], _Made], where: str, known: Sequence[str]) -> _
     fault = next((fault for fault in faults if fault["type"] in _UNKNOWN), faults[0])
     key = ".".join(map(str, fault["loc"]))
     if fault["type"] in _UNKNOWN:
+        if instead := _REMOVED.get(key):
+            raise UserError(f"{where}: {key} was removed: {instead}")
         raise UserError(f"{where}: unknown key {key!r}; the keys are {', '.join(known)}")
     if fault["type"] == "missing":
         raise UserError(f"{where}: {key} is missing")
@@ -232,13 +184,9 @@ def _read_source(name: str, values: dict[str, Any], path: Path) -> Source:
             raise UserError(f"{where}: {key} needs {needs}, which is not given")
     if source.hub and not source.data_files:
         raise UserError(f"{where}: hub={source.hub} needs data_files, for example data/*.parquet")
-    if source.type == "text" and "chat_date" in values:
-        raise UserError(f"{where}: chat_date needs type: messages or prompt_completion; remove it")
-    if source.type != "text" and (source.text_field or source.builtin or source.format == "text"):
-        wrong = next(key for key in ("text_field", "builtin", "format") if getattr(source, key))
+    if source.type != "text" and (source.builtin or "text_field" in values):
+        wrong = "builtin" if source.builtin else "text_field"
         raise UserError(f"{where}: {wrong} needs type: text, and the type is {source.type}; remove one of them")
-    if source.filters and source.builtin:
-        raise UserError(f"{where}: builtin has no records to filter; remove filters")
     url_list = source.url_list
     if url_list and "://" not in url_list:
         url_list = _expand(url_list, path.parent, where)

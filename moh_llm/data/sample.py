@@ -1,4 +1,4 @@
-"""The beginning of a mixture: its first tokens, for conversion, and an estimate of its size."""
+"""The beginning of a mixture: its first tokens, for conversion."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from moh_llm.data.locate import SourceFile
 from moh_llm.data.mixture import Mixture, Source
-from moh_llm.data.records import Reading, source_documents
+from moh_llm.data.records import source_documents
 from moh_llm.data.shards import TokenizedSource, TokenStream, split_tail
 from moh_llm.data.tokenizer import TextTokenizer, is_held_out
 from moh_llm.data.windows import SHORTER, whole_windows
@@ -19,7 +18,6 @@ _SLACK = 1024  # tokens beyond a share, so that a share rounded up to full windo
 _SEARCHED = 32  # how many times the wanted tokens are read in search of long documents
 _PASSED = 1 << 28  # characters of text for training that are passed over, at most, in search of held-out documents
 _WINDOW = 256  # tokens of a held-out document that count, by default
-_SAMPLE = 2 << 20  # bytes of text that an estimate tokenises
 
 # A document's token ids, and which of them the loss is taken on; None: all.
 _Piece = tuple[np.ndarray, np.ndarray | None]
@@ -89,12 +87,11 @@ class _Sampler:
         pieces: dict[bool, list[_Piece]] = {False: [], True: []}  # by whether the document is held out
         short: dict[bool, list[_Piece]] = {False: [], True: []}  # likewise, of documents that are not long
         lengths, read, counted, passed = {False: 0, True: 0}, 0, 0, 0
-        reading = Reading()
 
         def documents() -> Iterator[tuple[str, str]]:
             """All documents; once there is enough for training, only held-out ones, beginning with the second."""
             nonlocal passed
-            for group, text in source_documents(source, reading=reading, template=self.tokenizer.chat):
+            for group, text in source_documents(source, template=self.tokenizer.chat):
                 if lengths[False] < train or not counted or is_held_out(group, self.validation_share):
                     yield group, text
                 elif (passed := passed + len(text)) > _PASSED:
@@ -116,7 +113,6 @@ class _Sampler:
                     break
                 if long and read >= _SEARCHED * (train + long_held_out):
                     break
-        reading.check_text(source)
         streams = [_stream(pieces[side] + short[side]) for side in (False, True)]
         if not all(map(len, streams)):
             streams = split_tail(streams[0] if len(streams[0]) else streams[1], self.validation_share)
@@ -126,41 +122,3 @@ class _Sampler:
 def _stream(pieces: Sequence[_Piece]) -> TokenStream:
     ids, targets = [piece[0] for piece in pieces], [piece[1] for piece in pieces if piece[1] is not None]
     return TokenStream.from_documents(ids, targets or None)
-
-
-def estimate_tokens(source: Source, files: Sequence[SourceFile], tokenizer: TextTokenizer) -> int | None:
-    """A source's number of tokens: those of its first 2 MiB of text, scaled by its stored bytes.
-
-    Compressed files are read in pieces, so that the number is off by some percent even where the rest of the source
-    resembles its beginning.
-
-    Args:
-        source: the source.
-        files: its files (`locate`).
-        tokenizer: the tokenizer.
-
-    Returns:
-        The number; None where the stored size is unknown (files on a server that was not asked).
-
-    Raises:
-        UserError: the beginning cannot be read.
-    """
-    sample: list[tuple[str, str]] = []
-    sampled = stored = 0
-    reading = Reading(skip_bad=True)  # tokenising itself reports bad records
-    for document in source_documents(source, files, reading, tokenizer.chat):
-        if sampled < _SAMPLE:
-            sample.append(document)
-            sampled, stored = reading.bytes, reading.stored
-        elif files:  # only built-in text, which is short, is read to its end
-            break
-    else:
-        stored = 0  # there is nothing more
-    reading.check_text(source)
-    tokens = sum(len(ids) for _, ids, _ in tokenizer.encode(sample))
-    if not files:
-        return round(tokens * reading.bytes / sampled)
-    if not stored:
-        return tokens
-    sizes = [file.size for file in files]
-    return None if None in sizes else round(tokens * sum(size or 0 for size in sizes) / stored)

@@ -7,11 +7,11 @@ of the tokens, ``X.ds.loss``, a byte per token, 0 or 1.
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,70 +30,43 @@ from moh_llm.records.tokens import SPLITS, SplitRecord, TokensRecord, index_of, 
 ON_THE_FLY_BYTES = 1 << 30
 
 
-_Arrays = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, ends of documents, targets of the loss
-
-
+@dataclass(frozen=True)
 class Shard:
-    """Tokens of some documents.
+    """Tokens of some documents, in memory or mapped from a file.
 
-    Args:
-        length: number of tokens.
-        masked: whether the loss is taken on a part of them.
-        load: gives the arrays when they are first read.
+    Attributes:
+        tokens: ids.
+        ends: end of each document, uint64.
+        targets: whether the loss is taken on each token, bool; None: on all.
     """
 
-    def __init__(self, length: int, masked: bool, load: Callable[[], _Arrays]):
-        self.length, self.masked, self._load = length, masked, load
-        self._arrays: _Arrays | None = None
+    tokens: np.ndarray
+    ends: np.ndarray
+    targets: np.ndarray | None = None
 
     @classmethod
     def from_documents(cls, pieces: Sequence[np.ndarray], targets: Sequence[np.ndarray] | None = None) -> "Shard":
         """A shard in memory: one array of ids per document, and one of the tokens that the loss is taken on."""
         ends = np.cumsum([len(piece) for piece in pieces], dtype=np.uint64)
         tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint32)
-        arrays = tokens, ends, None if targets is None else np.concatenate(targets)
-        return cls(len(tokens), targets is not None, partial(tuple, arrays))
+        return cls(tokens, ends, None if targets is None else np.concatenate(targets))
 
     @classmethod
     def from_file(cls, path: Path, dtype: np.dtype, entry: SplitRecord) -> "Shard":
         """The shard of a ``.ds`` file, mapped into memory."""
-        return cls(entry.tokens, entry.loss_sha256 is not None, partial(_map_files, path, dtype, entry))
-
-    def _open(self) -> _Arrays:
-        if self._arrays is None:
-            self._arrays = self._load()
-        return self._arrays
+        if fault := entry.fault(path):
+            raise UserError(f"{fault}; give the same moh-llm tokenize command again, which repairs the folder")
+        places = [(path, dtype), (index_of(path), "<u8")] + [(loss_of(path), bool)] * (entry.loss_sha256 is not None)
+        return cls(*(np.asarray(np.memmap(place, dtype=kind, mode="r")) for place, kind in places))
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens `start` to `stop`, and where among them documents begin, as offsets from `start`."""
-        tokens, ends, _ = self._open()
         # Keys of the index's own dtype: others would have numpy convert, that is copy, all of it.
-        low, high = ends.searchsorted(np.array([start, stop], dtype=ends.dtype))
-        begins = ends[low:high].astype(np.int64) - start
+        low, high = self.ends.searchsorted(np.array([start, stop], dtype=self.ends.dtype))
+        begins = self.ends[low:high].astype(np.int64) - start
         if start == 0 and stop > 0:
             begins = np.concatenate([[0], begins])
-        return tokens[start:stop], begins
-
-    def targets(self, start: int, stop: int) -> np.ndarray:
-        """Whether the loss is taken on each of the tokens `start` to `stop`."""
-        targets = self._open()[2]
-        return np.ones(stop - start, dtype=bool) if targets is None else targets[start:stop]
-
-    def largest(self) -> int:
-        """The largest id, by reading all tokens."""
-        return max(int(self.read(at, at + (1 << 22))[0].max()) for at in range(0, self.length, 1 << 22))
-
-
-def _map_files(path: Path, dtype: np.dtype, entry: SplitRecord) -> _Arrays:
-    try:
-        tokens = np.memmap(path, dtype=dtype, mode="r", shape=(entry.tokens,))
-        ends = np.memmap(index_of(path), dtype="<u8", mode="r", shape=(entry.documents,))
-        if entry.loss_sha256 is None:
-            return np.asarray(tokens), np.asarray(ends), None
-        targets = np.memmap(loss_of(path), dtype=bool, mode="r", shape=(entry.tokens,))
-        return np.asarray(tokens), np.asarray(ends), np.asarray(targets)
-    except (OSError, ValueError) as error:
-        raise UserError(f"token shard {path} cannot be read: {error}; tokenise again") from error
+        return self.tokens[start:stop], begins
 
 
 @dataclass(frozen=True)
@@ -108,7 +81,7 @@ class TokenStream:
     @classmethod
     def from_shards(cls, shards: Sequence[Shard]) -> "TokenStream":
         """All tokens of the shards."""
-        ends = tuple(accumulate(shard.length for shard in shards))
+        ends = tuple(accumulate(len(shard.tokens) for shard in shards))
         return cls(tuple(shards), 0, ends[-1] if ends else 0, ends)
 
     @classmethod
@@ -128,7 +101,6 @@ class TokenStream:
 
         Raises:
             IndexError: the stream has fewer tokens.
-            UserError: a shard is gone.
         """
         if start < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of a stream of {len(self)}")
@@ -142,9 +114,13 @@ class TokenStream:
 
     def targets(self, start: int, length: int) -> np.ndarray | None:
         """Whether the loss is taken on each of `length` tokens from `start` on; None: on all tokens of the stream."""
-        if not any(shard.masked for shard in self.shards):
+        if all(shard.targets is None for shard in self.shards):
             return None
-        return np.concatenate([shard.targets(low, high) for shard, low, high in self._parts(start, length)])
+        parts = [
+            np.ones(high - low, dtype=bool) if shard.targets is None else shard.targets[low:high]
+            for shard, low, high in self._parts(start, length)
+        ]
+        return np.concatenate(parts)
 
     def _parts(self, start: int, length: int) -> Iterator[tuple[Shard, int, int]]:
         """The shards that hold `length` tokens from `start` on, and where in each they begin and end."""
@@ -152,7 +128,7 @@ class TokenStream:
         number = int(np.searchsorted(self.ends, position, side="right"))
         while position < stop:
             shard, upto = self.shards[number], min(stop, self.ends[number])
-            first = self.ends[number] - shard.length
+            first = self.ends[number] - len(shard.tokens)
             yield shard, position - first, upto - first
             position, number = upto, number + 1
 
@@ -205,7 +181,6 @@ def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None], rows: i
         sources = open_tokens(Path(mixture), tokenizer=wanted)
         return Tokens(read_tokens(Path(mixture)).name, mixture, sources)
     spec = load_mixture(mixture)
-    say(spec.describe())
     folder = cache_folder(spec, wanted)
     if not _is_finished(folder):
         from moh_llm.data.tokenize import tokenize_mixture
@@ -229,34 +204,28 @@ def open_tokens(
     Args:
         folder: the folder.
         mixture: its weights and bounds of epochs take the place of the recorded ones.
-        tokenizer: must be the one that made the tokens, with a row for each of them; None: any.
+        tokenizer: must be the one that made the tokens; None: any.
 
     Raises:
         UserError: the folder is not finished, a shard is missing or cut short, or another tokenizer
             made the tokens.
     """
     record = read_tokens(folder)
-    made_by = record.tokenizer
-    if tokenizer is not None and made_by.sha256 != tokenizer.sha256:
-        raise UserError(
-            f"the tokens in {folder} were made with tokenizer {made_by.name} ({made_by.sha256[:12]}), "
-            f"not with {tokenizer.name} ({tokenizer.sha256[:12]}); tokenise the mixture with the latter"
-        )
-    template = made_by.chat_template
-    if tokenizer is not None and template and template != (tokenizer.chat and tokenizer.chat.sha256):
-        raise UserError(
-            f"the conversations in {folder} were written with another chat template than that of {tokenizer.name}; "
-            "tokenise the mixture with the latter"
-        )
+    if tokenizer is not None:
+        made, template = record.tokenizer, tokenizer.chat.sha256 if tokenizer.chat else None
+        for what, ours, other in (
+            ("tokenizer", made.sha256, tokenizer.sha256),
+            ("template", made.chat_template, template),
+        ):
+            if ours not in (None, other):
+                raise UserError(
+                    f"the tokens in {folder} were made with another {what} ({made.name}, {ours[:12]}) than that of "
+                    f"{tokenizer.name}; tokenise the mixture with the latter"
+                )
     shares = {name: (entry.weight, entry.max_epochs) for name, entry in record.sources.items()}
     if mixture is not None:
         shares = {source.name: (source.weight, source.max_epochs) for source in mixture.sources}
-    sources = [_open_source(folder, name, weight, epochs, record) for name, (weight, epochs) in shares.items()]
-    if tokenizer is not None and tokenizer.rows is not None:  # only then may a shard hold an id without a row
-        for source in sources:
-            for shard in {*source.train.shards, *source.validation.shards}:
-                tokenizer.check_rows(shard.largest(), f"a token shard of {folder / source.name}")
-    return sources
+    return [_open_source(folder, name, weight, epochs, record) for name, (weight, epochs) in shares.items()]
 
 
 def cache_folder(mixture: Mixture, tokenizer: TextTokenizer) -> Path:
@@ -269,26 +238,20 @@ def cache_folder(mixture: Mixture, tokenizer: TextTokenizer) -> Path:
     """
     from huggingface_hub.constants import HF_HOME
 
-    identity, total = {}, 0
+    identity, total = {}, 0.0
     for source in mixture.sources:
         files = locate(source)
-        if source.builtin is None and any(file.size is None or "://" in file.path for file in files):
-            raise UserError(f"source {source.name} is read over the network; {_tokenize_first(mixture)}")
-        total += sum(file.size or 0 for file in files)
-        own = source_identity(source, files, tokenizer, mixture.validation_share)
-        identity[source.name] = own.content()
+        total += sum(math.inf if file.size is None else file.size for file in files)
+        identity[source.name] = source_identity(source, files, tokenizer, mixture.validation_share).content()
     if total > ON_THE_FLY_BYTES:
-        raise UserError(f"mixture {mixture.name} has {total / 2**30:.1f} GiB of text; {_tokenize_first(mixture)}")
+        raise UserError(
+            f"mixture {mixture.name} has more than {ON_THE_FLY_BYTES / 2**30:g} GiB of text, or files of unknown size; "
+            "tokenise it first (moh-llm tokenize MIXTURE --tokenizer MODEL --output FOLDER) and train with "
+            "data.mixture=FOLDER"
+        )
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     root = Path(expand_home(os.environ.get("MOH_LLM_CACHE") or os.path.join(HF_HOME, "moh_llm")))
     return root / "tokens" / f"{re.sub(r'[^A-Za-z0-9_-]', '-', mixture.name)}-{key}"
-
-
-def _tokenize_first(mixture: Mixture) -> str:
-    return (
-        f"tokenise it first (moh-llm tokenize MIXTURE --tokenizer MODEL --output FOLDER) and train with "
-        f"data.mixture=FOLDER instead of {mixture.name}"
-    )
 
 
 def _is_finished(folder: Path) -> bool:
@@ -307,12 +270,7 @@ def _open_source(
     dtype = np.dtype(record.tokenizer.dtype).newbyteorder("<")
     streams = []
     for split in SPLITS:
-        shards = []
-        for entry in entries.get(split, []):
-            path = folder / name / entry.file
-            if fault := entry.fault(path):
-                raise UserError(f"{fault}; give the same moh-llm tokenize command again, which repairs the folder")
-            shards.append(Shard.from_file(path, dtype, entry))
+        shards = [Shard.from_file(folder / name / entry.file, dtype, entry) for entry in entries.get(split, [])]
         streams.append(TokenStream.from_shards(shards))
     train, validation = streams
     if not len(train) or not len(validation):

@@ -11,18 +11,18 @@ themselves are ours, because datatrove divides files by the number of tasks, shu
 split: bytes would depend on the number of workers, and a changed text would not be noticed.
 """
 
-import json
+import multiprocessing
 import os
 import re
-import shutil
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from moh_llm.data.locate import SourceFile, locate, source_identity
 from moh_llm.data.mixture import Mixture, Source
-from moh_llm.data.records import Reading, source_documents
+from moh_llm.data.records import source_documents
 from moh_llm.data.tokenizer import TextTokenizer, is_held_out
 from moh_llm.errors import UserError
 from moh_llm.files import scratch_folder, sha256
@@ -30,7 +30,6 @@ from moh_llm.records.tokens import SPLITS, SourceIdentity, Split, SplitRecord, T
 
 # Small files share a task, so that a million of them do not become a million shards.
 _TASK_BYTES = 8 << 20
-_PROGRESS_SECONDS = 0.5  # between two notes of a task's progress
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,9 @@ class Task:
         return self.folder / "tasks" / f"{self.number:05d}.json"
 
     @property
-    def progress(self) -> Path:
-        """The file with the number of stored bytes that were read so far."""
-        return self.record.with_suffix(".progress")
-
-    @property
-    def bytes(self) -> int | None:
-        """Stored bytes to read; None where unknown."""
-        sizes = [file.size for file in self.files]
-        return None if None in sizes or not sizes else sum(size for size in sizes if size is not None)
+    def bytes(self) -> int:
+        """Stored bytes to read, as far as they are known."""
+        return sum(file.size or 0 for file in self.files)
 
     def shard(self, split: str) -> Path:
         """The file of a split's tokens."""
@@ -87,14 +80,8 @@ def _tasks_of(source: Source, output: Path) -> Iterator[Task]:
     yield Task(source, number, tuple(group), folder)
 
 
-def prepare_sources(tasks: Sequence[Task], tokenizer: TextTokenizer, validation_share: float, overwrite: bool) -> None:
+def prepare_sources(tasks: Sequence[Task], tokenizer: TextTokenizer, validation_share: float) -> None:
     """Write each source's `source.json`, or check that the one there says the same.
-
-    Args:
-        tasks: all tasks.
-        tokenizer: the tokenizer.
-        validation_share: share of held-out documents.
-        overwrite: remove the shards of a source that were made from something else.
 
     Raises:
         UserError: text, tokenizer or settings of a source differ from those its shards were made from.
@@ -102,40 +89,26 @@ def prepare_sources(tasks: Sequence[Task], tokenizer: TextTokenizer, validation_
     for folder in dict.fromkeys(task.folder for task in tasks):
         own = [task for task in tasks if task.folder == folder]
         identity = source_identity(own[0].source, [f for t in own for f in t.files], tokenizer, validation_share)
-        path, held = folder / "source.json", folder.exists() and any(folder.iterdir())
-        if held and not path.exists():
-            raise UserError(f"{folder} is in the way and holds no source.json; name another --output")
-        difference = _difference(path, identity) if held else None
-        if difference and not overwrite:
-            raise UserError(
-                f"{folder} holds tokens made from something else: {difference}; restore it, name another "
-                "--output, or pass --overwrite to tokenise this source again"
-            )
-        try:
-            if difference:
-                shutil.rmtree(folder)
+        path = folder / "source.json"
+        if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot replace {folder}: {error.strerror}; name another --output") from error
-        if difference or not held:
             identity.write(path)
+        elif difference := _difference(SourceIdentity.read(path), identity):
+            raise UserError(
+                f"{folder} holds tokens made from something else: {difference}; restore it, name another --output, "
+                "or remove that folder to tokenise the source again"
+            )
 
 
-def _difference(path: Path, wanted: SourceIdentity) -> str | None:
-    """The first thing in which the identity at ``path`` differs, in words."""
-    try:
-        recorded = SourceIdentity.read(path).content()
-    except UserError as error:
-        return str(error)
-    for name, now in wanted.content().items():
-        before = recorded.get(name)
-        if json.dumps(before) == json.dumps(now):  # not ==, since 1 equals true in Python
-            continue
-        if isinstance(before, list) and isinstance(now, list) and name == "text":
-            known, found = ({tuple(file.items()) for file in files} for files in (before, now))
-            changed = sorted(dict(file)["file"] for file in known ^ found)
-            return f"{changed[0]} changed, is new or is gone" if changed else "the order of the files"
-        return f"{name} was {before}, now {now}"
+def _difference(recorded: SourceIdentity, wanted: SourceIdentity) -> str | None:
+    """The first thing in which two identities differ, in words."""
+    for name, now in wanted:
+        before = getattr(recorded, name)
+        if before != now and name == "text" and isinstance(before, list) and isinstance(now, list):
+            files = [file for file in [*before, *now] if file not in before or file not in now]
+            return f"{files[0].file} changed, is new or is gone" if files else "the order of the files"
+        if before != now:
+            return f"{name} was {before}, now {now}"
     return None
 
 
@@ -159,13 +132,11 @@ class TaskWriter:
     Attributes:
         tokenizer: the tokenizer.
         validation_share: share of held-out documents.
-        skip_bad: whether bad records are left out and counted.
         threads: of the tokenizer; None: what this process has.
     """
 
     tokenizer: TextTokenizer
     validation_share: float
-    skip_bad: bool
     threads: int | None = None
 
     def __call__(self, task: Task) -> None:
@@ -175,27 +146,13 @@ class TaskWriter:
         if self.threads is not None:
             # Also for one thread: without its pool the library is a fifth slower.
             os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(self.threads)}
-        started = time.perf_counter()
-        reading = Reading(self.skip_bad)
         with scratch_folder(task.record.with_suffix("")) as scratch:
-            splits = self._write_shards(task, reading, scratch)
+            splits = self._write_shards(task, scratch)
             for path in sorted(scratch.iterdir()):
                 os.replace(path, task.folder / path.name)
-        TaskRecord(
-            files=[file.name for file in task.files],
-            documents=reading.documents,
-            bytes=reading.bytes,
-            tokens=sum(split.tokens for split in splits.values()),
-            empty=reading.empty,
-            filtered=reading.filtered,
-            bad=reading.bad,
-            bad_examples=reading.examples,
-            seconds=round(time.perf_counter() - started, 3),
-            splits=splits,
-        ).write(task.record)
-        task.progress.unlink(missing_ok=True)
+        TaskRecord(splits=splits).write(task.record)
 
-    def _write_shards(self, task: Task, reading: Reading, scratch: Path) -> dict[Split, SplitRecord]:
+    def _write_shards(self, task: Task, scratch: Path) -> dict[Split, SplitRecord]:
         """Write the task's files into a temporary folder; a split without tokens has none."""
         from datatrove.pipeline.tokens.tokenizer import TokenizedFile
 
@@ -211,17 +168,18 @@ class TaskWriter:
             )
             for split in SPLITS
         }
-        noted = time.perf_counter()
-        documents = source_documents(task.source, task.files, reading, self.tokenizer.chat)
-        for group, ids, targets in self.tokenizer.encode(documents, ahead=2):
-            split = SPLITS[is_held_out(group, self.validation_share)]
-            shards[split].write_bytes(ids.tobytes())
-            if targets is not None:
-                shards[split].write_loss_bytes(targets.tobytes())
-                loss_tokens[split] += int(targets.sum())
-            if time.perf_counter() - noted > _PROGRESS_SECONDS:
-                noted = time.perf_counter()
-                task.progress.write_text(str(reading.stored))
+        documents = source_documents(task.source, task.files, self.tokenizer.chat)
+        # Bars of several processes would overwrite each other; None: only on a terminal.
+        quiet = None if multiprocessing.parent_process() is None else True
+        what = f"{task.source.name[-40:]} {task.number}"
+        with tqdm(desc=what, unit="token", unit_scale=True, leave=False, disable=quiet) as bar:
+            for group, ids, targets in self.tokenizer.encode(documents):
+                split = SPLITS[is_held_out(group, self.validation_share)]
+                shards[split].write_bytes(ids.tobytes())
+                bar.update(len(ids))
+                if targets is not None:
+                    shards[split].write_loss_bytes(targets.tobytes())
+                    loss_tokens[split] += int(targets.sum())
         records: dict[Split, SplitRecord] = {}
         for split, shard in shards.items():
             shard.close()

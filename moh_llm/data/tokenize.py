@@ -10,11 +10,10 @@ import multiprocessing
 import os
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from datetime import datetime, timezone
+from datetime import datetime
 from functools import partial
 from math import ceil
 from multiprocessing.connection import Connection
@@ -23,7 +22,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from moh_llm import __version__
 from moh_llm.data.mixture import Mixture, Source
 from moh_llm.data.tasks import Task, TaskWriter, is_done, make_tasks, prepare_sources
 from moh_llm.data.tokenizer import TextTokenizer
@@ -35,17 +33,15 @@ from moh_llm.records.tokens import (
     SPLITS,
     ShardRecord,
     SourceRecord,
+    Split,
     TaskRecord,
     TokenizerRecord,
     TokensRecord,
 )
 
-_RECORDED = ("weight", "max_epochs", "hub", "revision", "match", "builtin", "format", "text_field", "filters")
-_BYTES_PER_WORKER = 4 << 20  # a further process takes as long to start as this much text
 # Threads of one process share the vocabulary in the caches, which two processes do not; the Python of one process keeps
 # about this many busy.
 _CORES_PER_WORKER = 4
-_SECONDS = 0.5  # between two updates of the progress bar
 
 
 def tokenize_mixture(
@@ -56,8 +52,6 @@ def tokenize_mixture(
     workers: int | None = None,
     executor: str = "local",
     executor_args: Mapping[str, str] | None = None,
-    skip_bad: bool = False,
-    overwrite: bool = False,
 ) -> TokensRecord | None:
     """Write the mixture's shards, or what is left of them, and return the record (`OUTPUT/mixture.json`).
 
@@ -68,8 +62,6 @@ def tokenize_mixture(
         workers: processes at once; None: one per four cores, or all of a cluster's.
         executor: ``local``, ``slurm`` or ``ray``.
         executor_args: keywords of datatrove's executor (for Slurm at least time and partition).
-        skip_bad: leave bad records out and count them, instead of stopping.
-        overwrite: tokenise a source again that was made from other text or with other settings.
 
     Returns:
         The record; None where the jobs were submitted to Slurm.
@@ -77,29 +69,30 @@ def tokenize_mixture(
     Raises:
         UserError: unreadable text, a folder that holds something else or is being written, or an error of the disk.
     """
-    started = time.perf_counter()
     check_place(output)
     output = Path(os.path.realpath(output))
     options = {name: _value(text) for name, text in (executor_args or {}).items()}
     with lock_folder(output):
         _check_output(output)
         tasks = make_tasks(mixture, output)
-        prepare_sources(tasks, tokenizer, mixture.validation_share, overwrite)
+        prepare_sources(tasks, tokenizer, mixture.validation_share)
         chats = any(source.type != "text" for source in mixture.sources)
         finish = partial(write_record, mixture, tasks, output, tokenizer.record(chats))
         # The largest first, so that none is left to the end alone.
-        if left := sorted((task for task in tasks if not is_done(task)), key=lambda task: -(task.bytes or 0)):
+        if left := sorted((task for task in tasks if not is_done(task)), key=lambda task: -task.bytes):
             write_json(output / MIXTURE_RECORD, {"status": "running"})
-            workers, threads = _count_workers(left, workers, executor, options)
-            write = TaskWriter(tokenizer, mixture.validation_share, skip_bad, threads)
-            with _progress_bar(left):
-                if executor == "local":
-                    _run_here(write, left, workers)
-                else:
-                    _run_on_cluster(executor, write, left, finish, workers, output / "logs", options)
+            if executor == "local":
+                cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+                workers = min(workers or ceil(cores / _CORES_PER_WORKER), len(left))
+                threads = None if workers == 1 else max(1, cores // workers)
+                _run_here(TaskWriter(tokenizer, mixture.validation_share, threads), left, workers)
+            else:
+                write = TaskWriter(tokenizer, mixture.validation_share, options.get("cpus_per_task", 1))
+                # -1: as many processes as the cluster gives.
+                _run_on_cluster(executor, write, left, finish, workers or -1, output / "logs", options)
             if executor == "slurm":
                 return None
-        return finish(time.perf_counter() - started)
+        return finish()
 
 
 def _check_output(output: Path) -> None:
@@ -114,26 +107,14 @@ def _check_output(output: Path) -> None:
         raise UserError(f"--output {output} is not empty and holds no {MIXTURE_RECORD}; name another folder")
 
 
-def _count_workers(
-    tasks: Sequence[Task], wanted: int | None, executor: str, options: Mapping[str, Any]
-) -> tuple[int, int | None]:
-    """Processes at once (-1: as many as the cluster gives), and the tokenizer's threads in each (None: all cores)."""
-    if executor != "local":
-        return wanted or -1, options.get("cpus_per_task", 1)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    sizes = [task.bytes for task in tasks]
-    worth = len(tasks) if None in sizes else ceil(sum(size or 0 for size in sizes) / _BYTES_PER_WORKER)
-    workers = max(1, min(wanted or ceil(cores / _CORES_PER_WORKER), len(tasks), worth))
-    return workers, None if workers == 1 else max(1, cores // workers)
-
-
 def _run_here(write: TaskWriter, tasks: Sequence[Task], workers: int) -> None:
     """Do the tasks in this process or in several.
 
     datatrove's local executor does not serve: it waits for ever if the system kills a process, as when memory is short.
     """
+    bar = partial(tqdm, total=len(tasks), desc="tokenize", unit="task", disable=None)
     if workers == 1:
-        for task in tasks:
+        for task in bar(tasks):
             write(task)
         return
     # The processes are forked from a server that has imported what they need.
@@ -142,7 +123,7 @@ def _run_here(write: TaskWriter, tasks: Sequence[Task], workers: int) -> None:
     alive, parent = context.Pipe(duplex=False)
     with ProcessPoolExecutor(workers, context, _start_worker, (write, alive)) as pool:
         try:
-            for done in as_completed([pool.submit(_do, task) for task in tasks]):
+            for done in bar(as_completed([pool.submit(_do, task) for task in tasks])):
                 done.result()
         except BaseException as error:
             parent.close()  # the others need not go on
@@ -172,20 +153,20 @@ def _do(task: Task) -> None:
 
 
 class _Step:
-    """A step of a datatrove pipeline: rank r calls the function with argument r."""
+    """A step of a datatrove pipeline: rank r makes call r."""
 
-    def __init__(self, function: Callable[[Any], Any], arguments: Sequence[Any]):
-        self.function, self.arguments = function, arguments
+    def __init__(self, calls: Sequence[Callable[[], Any]]):
+        self.calls = calls
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        self.function(self.arguments[rank])
+        self.calls[rank]()
 
 
 def _run_on_cluster(
     executor: str,
     write: TaskWriter,
     tasks: Sequence[Task],
-    finish: Callable[[float | None], TokensRecord],
+    finish: Callable[[], TokensRecord],
     workers: int,
     logs: Path,
     options: Mapping[str, Any],
@@ -194,13 +175,13 @@ def _run_on_cluster(
     from datatrove.executor import RayPipelineExecutor, SlurmPipelineExecutor
 
     logs = logs / datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # datatrove skips tasks that its logs call done
-    steps = [_Step(write, tasks)]
+    steps = [_Step([partial(write, task) for task in tasks])]
     given = {"tasks": len(tasks), "workers": workers, "logging_dir": f"{logs}/shards"}
     try:
         if executor == "slurm":
             options = {"job_name": "moh-llm-tokenize", **options}
             shards = SlurmPipelineExecutor(steps, **given, **options)
-            record = [_Step(finish, [None])]
+            record = [_Step([finish])]
             SlurmPipelineExecutor(record, tasks=1, logging_dir=f"{logs}/record", depends=shards, **options).run()
         else:
             import ray
@@ -225,9 +206,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def write_record(
-    mixture: Mixture, tasks: Sequence[Task], output: Path, tokenizer: TokenizerRecord, seconds: float | None = None
-) -> TokensRecord:
+def write_record(mixture: Mixture, tasks: Sequence[Task], output: Path, tokenizer: TokenizerRecord) -> TokensRecord:
     """Write `OUTPUT/mixture.json` from the tasks' records.
 
     Raises:
@@ -250,9 +229,6 @@ def write_record(
         tokenizer=tokenizer,
         tokens=sum(source.tokens for source in sources.values()),
         sources=sources,
-        seconds=None if seconds is None else round(seconds, 3),
-        written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        moh_llm=__version__,
     )
     record.write(output / MIXTURE_RECORD)
     return record
@@ -260,60 +236,22 @@ def write_record(
 
 def _source_record(source: Source, tasks: Sequence[Task]) -> SourceRecord:
     done = [TaskRecord.read(task.record) for task in tasks]
-    sums = {
-        name: sum(getattr(record, name) for record in done)
-        for name in ("documents", "tokens", "bytes", "empty", "filtered", "bad")
+    shards: dict[Split, list[ShardRecord]] = {
+        split: [
+            ShardRecord(file=task.shard(split).name, **record.splits[split].content())
+            for task, record in zip(tasks, done, strict=True)
+            if split in record.splits
+        ]
+        for split in SPLITS
     }
-    if not sums["documents"]:
-        left_out = f"{sums['filtered']} records were filtered out, {sums['bad']} bad"
-        raise UserError(f"source {source.name} holds no text ({left_out})")
-    # The location of the text is in `text`, by names without passwords, which addresses can hold.
-    spec = {name: value for name in _RECORDED if (value := getattr(source, name)) not in (None, (), {})}
-    if source.type != "text":
-        spec |= {"type": source.type, "chat_date": source.chat_date}
+    every = [shard for found in shards.values() for shard in found]
+    if not every:
+        raise UserError(f"source {source.name} holds no text")
     return SourceRecord(
-        **spec,
-        **sums,
-        tokens_per_byte=round(sums["tokens"] / sums["bytes"], 5),
-        bad_examples=[example for record in done for example in record.bad_examples][:5],
-        seconds=round(sum(record.seconds for record in done), 3),
+        weight=source.weight,
+        max_epochs=source.max_epochs,
+        documents=sum(shard.documents for shard in every),
+        tokens=sum(shard.tokens for shard in every),
         text=[file.record() for task in tasks for file in task.files],
-        shards={
-            split: [
-                ShardRecord(file=task.shard(split).name, **record.splits[split].content())
-                for task, record in zip(tasks, done, strict=True)
-                if split in record.splits
-            ]
-            for split in SPLITS
-        },
+        shards=shards,
     )
-
-
-@contextlib.contextmanager
-def _progress_bar(tasks: Sequence[Task]) -> Iterator[None]:
-    """A bar over the stored bytes of the tasks, from the files that they leave, whichever process does them."""
-    stop = threading.Event()
-
-    def follow() -> None:
-        with tqdm(total=sum(task.bytes or 0 for task in tasks), desc="tokenize", unit="B", unit_scale=True) as bar:
-            last = False
-            while not last:
-                last = stop.wait(_SECONDS)
-                bar.update(max(0, sum(map(_bytes_read, tasks)) - bar.n))
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _bytes_read(task: Task) -> int:
-    if task.record.exists():
-        return task.bytes or 0
-    try:
-        return int(task.progress.read_text())
-    except (OSError, ValueError):
-        return 0

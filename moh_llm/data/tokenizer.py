@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +43,6 @@ def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "
     # Missing files, a wrong id, a field of the wrong type: each an error of its own kind.
     except Exception as error:
         raise UserError(f"{name_or_path} has no tokenizer that loads ({reason(error)[:160]})") from error
-    template = getattr(tokenizer, "chat_template", None)
-    texts = template.values() if isinstance(template, dict) else [template]
-    if not all(isinstance(text, str | None) for text in texts):
-        raise UserError(
-            f"{name_or_path}: the chat_template of its tokenizer_config.json is not a text; correct or remove it"
-        )
     # Padding tokens are often added without a row, by transformers, too, and plain text does not hold them.
     added = set(tokenizer.get_added_vocab()) if vocab_size is not None else set()
     for token in tokens_without_rows(tokenizer, vocab_size) if vocab_size is not None else []:
@@ -90,9 +82,6 @@ class TextTokenizer:
         name: what to call it in records.
         chat: its chat template; None where it has none.
         rows: of the embedding that the ids index: text with an id from there on is refused; None: not checked.
-
-    Raises:
-        UserError: a token that every document gets has no row.
     """
 
     def __init__(
@@ -112,7 +101,6 @@ class TextTokenizer:
         self.vocab_size = 1 + max(vocabulary.values(), default=0)
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
         self.rows = rows if rows is not None and rows < self.vocab_size else None
-        self.check_rows(max([*self.backend.encode("").ids, -1 if end is None else end], default=-1), "every text")
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, rows: int | None = None) -> "TextTokenizer":
@@ -127,16 +115,6 @@ class TextTokenizer:
     def load(cls, name_or_path: str, rows: int | None = None) -> "TextTokenizer":
         """From a folder or a Hub id. Raises UserError where there is none."""
         return cls.from_tokenizer(open_tokenizer(name_or_path, rows), rows)
-
-    def check_rows(self, largest: int, what: str) -> None:
-        """Raise UserError, whose message begins with ``what``, if the id `largest` has no row in the embedding."""
-        if self.rows is not None and largest >= self.rows:
-            token = self.backend.id_to_token(largest) or ""
-            raise UserError(
-                f"{what} holds the token {token[:40]!r} (id {largest}) of {self.name}, and the model embeds ids below "
-                f"vocab_size={self.rows}; remove the token from text or tokenizer, or give it a row: moh-llm convert "
-                "BASE --tokenizer FOLDER"
-            )
 
     @property
     def sha256(self) -> str:
@@ -156,28 +134,35 @@ class TextTokenizer:
             **template,
         )
 
-    def encode(
-        self, documents: Iterable[tuple[str, str]], ahead: int = 0
-    ) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
+    def encode(self, documents: Iterable[tuple[str, str]]) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
         """Yield, per document, its group, its token ids (`dtype`) and on which of them the loss is taken (bool).
 
         `end` closes a document unless a chat template wrote it. The third is None for all tokens, and an array for a
         `ChatText`.
 
         Args:
-            documents: pairs of group and text, as `source_documents` yields them.
-            ahead: batches of documents that threads tokenise while earlier ones are worked on; with 0 no more documents
-                are taken than one batch.
+            documents: pairs of group and text, as `source_documents` yields them. One batch of them is held.
+
+        Raises:
+            UserError: a document holds a token without a row in the embedding.
         """
-        # The library works without Python's lock, so that reading and writing go on beside it.
-        waiting: deque[tuple[list[tuple[str, str]], Future]] = deque()
-        with ThreadPoolExecutor(max_workers=max(1, ahead)) as pool:
-            for batch in _batches(documents):
-                waiting.append((batch, pool.submit(self._encode_batch, [text for _, text in batch])))
-                if len(waiting) > ahead:
-                    yield from self._finish(*waiting.popleft())
-            while waiting:
-                yield from self._finish(*waiting.popleft())
+        for batch in _batches(documents):
+            for (group, text), encoding in zip(batch, self._encode_batch([text for _, text in batch]), strict=True):
+                ids, chat = encoding.ids, isinstance(text, ChatText)
+                closed = self.end is not None and ids[-1:] != [self.end] and not (chat and text.templated)
+                if closed:
+                    ids.append(self.end)
+                if self.rows is not None and max(ids, default=-1) >= self.rows:
+                    self._refuse(max(ids), text)
+                targets = text.targets(encoding.offsets, closed) if chat else None
+                yield group, np.array(ids, dtype=self.dtype), targets
+
+    def _refuse(self, number: int, text: str) -> None:
+        raise UserError(
+            f"the text {' '.join(text[:40].split())!r}... holds the token {self.backend.id_to_token(number)!r} (id "
+            f"{number}) of {self.name}, and the model embeds ids below vocab_size={self.rows}; remove the token from "
+            "text or tokenizer, or give it a row: moh-llm convert BASE --tokenizer FOLDER"
+        )
 
     def _encode_batch(self, batch: list[str]) -> list[Encoding]:
         if not any(isinstance(text, ChatText) for text in batch):
@@ -189,19 +174,6 @@ class TextTokenizer:
             encodings = self.backend.encode_batch([batch[row] for row in rows], add_special_tokens=not templated)
             found |= zip(rows, encodings, strict=True)
         return [found[row] for row in range(len(batch))]
-
-    def _finish(
-        self, batch: list[tuple[str, str]], encodings: Future
-    ) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
-        for (group, text), encoding in zip(batch, encodings.result(), strict=True):
-            ids, chat = encoding.ids, isinstance(text, ChatText)
-            closed = self.end is not None and ids[-1:] != [self.end] and not (chat and text.templated)
-            if closed:
-                ids.append(self.end)
-            if self.rows is not None:
-                self.check_rows(max(ids, default=-1), f"the text {' '.join(text[:40].split())!r}...")
-            targets = text.targets(encoding.offsets, closed) if chat else None
-            yield group, np.array(ids, dtype=self.dtype), targets
 
 
 def is_held_out(group: str, share: float) -> bool:

@@ -1,7 +1,7 @@
 """The records of tokenized text: what a folder of token shards holds, and what each of its tasks wrote."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
@@ -44,20 +44,16 @@ class SourceIdentity(Record):
 
     Attributes:
         tokenizer: hash of the tokenizer.
+        chat_template: hash of the template that writes conversations; None for text.
         text: the files, or what identifies built-in text.
-        type, chat_template: of a source of conversations or completions, with the hash of the template.
-        chat_date: the date that the template was rendered with; None where it reads no clock.
     """
 
     tokenizer: str
     validation_share: float
-    format: str | None
-    text_field: str | None
-    filters: dict[str, Any]
+    type: str
+    text_field: str
+    chat_template: str | None
     text: list[TextRecord] | dict[str, str]
-    type: str = "text"
-    chat_template: str | None = None
-    chat_date: str | None = None
 
 
 class SplitRecord(Record):
@@ -93,37 +89,19 @@ class ShardRecord(SplitRecord):
     file: str
 
 
-class Counts(Record):
-    """Counts of documents, of their tokens and bytes, and of records that were left out."""
+class TaskRecord(Record):
+    """`SOURCE/tasks/NUMBER.json`: the shards that a task wrote; a split without documents has none."""
 
-    documents: int
-    bytes: int
-    tokens: int
-    empty: int
-    filtered: int
-    bad: int
-    bad_examples: list[str]
-    seconds: float
-
-
-class TaskRecord(Counts):
-    """`SOURCE/tasks/NUMBER.json`: the files that a task read, and its shards; a split without documents has none."""
-
-    files: list[str]
     splits: dict[Split, SplitRecord]
 
 
-class SourceRecord(Counts):
-    """A source in `mixture.json`, with those fields of `moh_llm.data.mixture.Source` that were given.
-
-    `chat_date` is the date that conversations were written with.
-    """
+class SourceRecord(Record):
+    """A source in `mixture.json`: its numbers, the files that were read, and its shards."""
 
     weight: PositiveFloat
     max_epochs: float | None = None
-    type: str = "text"
-    chat_date: str | None = None
-    tokens_per_byte: float
+    documents: int
+    tokens: int
     text: list[TextRecord]
     shards: dict[Split, list[ShardRecord]]
 
@@ -135,12 +113,7 @@ class SourceRecord(Counts):
 
 
 class TokensRecord(Record):
-    """`mixture.json` of a folder of tokens; it is written last.
-
-    Attributes:
-        tokens: of all sources.
-        seconds: of tokenizing; None where a cluster did it.
-    """
+    """`mixture.json` of a folder of tokens; it is written last. `tokens` are those of all sources."""
 
     status: Literal["finished"] = "finished"
     name: str
@@ -148,9 +121,6 @@ class TokensRecord(Record):
     tokenizer: TokenizerRecord
     tokens: int
     sources: dict[str, SourceRecord]
-    seconds: float | None
-    written: str
-    moh_llm: str
 
 
 def read_tokens(folder: Path) -> TokensRecord:

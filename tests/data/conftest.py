@@ -17,7 +17,7 @@ validation_share: 0.1
 sources:
   plain: {weight: 5, files: plain-*.jsonl}
   packed: {weight: 3, files: packed.json.gz, max_epochs: 2}
-  chosen: {weight: 2, files: chosen.jsonl, filters: {meta.language: en}}
+  named: {weight: 2, files: named.jsonl, text_field: body}
 """
 
 
@@ -45,9 +45,8 @@ def corpus(tmp_path: Path) -> Path:
         lines = (json.dumps({"text": text}) for text in letters(number, 150))
         (folder / f"plain-{number}.jsonl").write_text("\n".join(lines) + "\n")
     with gzip.open(folder / "packed.json.gz", "wt") as file:
-        file.writelines(json.dumps({"content": text}) + "\n" for text in letters(7, 200))
-    records = ({"text": t, "meta": {"language": "en" if i % 3 else "de"}} for i, t in enumerate(letters(8, 200)))
-    (folder / "chosen.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        file.writelines(json.dumps({"text": text}) + "\n" for text in letters(7, 200))
+    (folder / "named.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in letters(8, 200)))
     path = folder / "mixture.yaml"
     path.write_text(MIXTURE)
     return path

@@ -27,12 +27,10 @@ sources:
   local:
     weight: 1
     files: [a/*.jsonl, "b/ç d.txt"]
-    format: text
-    text_field: meta.body
-    filters: {meta.language: [en, de], score: {min: 0.5}, stars: {min: 1, max: 3}, kept: true, year: 0}
+    text_field: body
     max_epochs: 4
   hub: {weight: 1, hub: org/name, data_files: "data/*.parquet", revision: v2}
-  web: {weight: 1, urls: "https://host/a.jsonl.gz"}
+  chat: {weight: 1, files: c.jsonl, type: messages}
   list: {weight: 0.5, url_list: "https://host/list.txt", match: "*/en/*"}
   near: {weight: 0.5, url_list: lists/all.txt}
   python: {weight: 1, builtin: python_topics}
@@ -54,17 +52,10 @@ def refusal(path: str | Path) -> str:
 def test_every_key_is_read(tmp_path):
     mixture = mixture_of(tmp_path, EVERYTHING)
     files = (f"{tmp_path}/a/*.jsonl", f"{tmp_path}/b/ç d.txt")
-    filters = {
-        "meta.language": ["en", "de"],
-        "score": {"min": 0.5},
-        "stars": {"min": 1, "max": 3},
-        "kept": True,
-        "year": 0,
-    }
     assert mixture.sources == (
-        Source("local", 0.2, files, format="text", text_field="meta.body", filters=filters, max_epochs=4.0),
+        Source("local", 0.2, files, text_field="body", max_epochs=4.0),
         Source("hub", 0.2, hub="org/name", data_files=("data/*.parquet",), revision="v2"),
-        Source("web", 0.2, urls=("https://host/a.jsonl.gz",)),
+        Source("chat", 0.2, (f"{tmp_path}/c.jsonl",), type="messages"),
         Source("list", 0.1, url_list="https://host/list.txt", match="*/en/*"),
         Source("near", 0.1, url_list=f"{tmp_path}/lists/all.txt"),
         Source("python", 0.2, builtin="python_topics"),
@@ -75,7 +66,7 @@ def test_every_key_is_read(tmp_path):
 def test_what_may_be_left_out(tmp_path):
     mixture = mixture_of(tmp_path, "sources: {1: {weight: 2, files: a.txt}}")
     assert mixture == Mixture("m", (Source("1", 1.0, (f"{tmp_path}/a.txt",)),), 0.05)
-    blank = mixture_of(tmp_path, "sources: {a: {weight: 2, files: a.txt, format: , max_epochs: , filters: }}")
+    blank = mixture_of(tmp_path, "sources: {a: {weight: 2, files: a.txt, text_field: , max_epochs: }}")
     assert blank.sources == (Source("a", 1.0, (f"{tmp_path}/a.txt",)),)
 
 
@@ -99,19 +90,15 @@ def test_local_paths_are_those_of_the_mixture_file(tmp_path, monkeypatch):
     ("source", "message"),
     [
         ("{wieght: 1, files: x}", "unknown key 'wieght'; the keys are weight, files,"),
-        ("{weight: 1, files: x, type: messages, chat_date: 1.5.2024}", "chat_date='1.5.2024': a date must be written"),
-        ("{weight: 1, files: x, chat_date: 2024-07-26}", "chat_date needs type: messages"),
-        ("{weight: 1, builtin: python_topics, filters: {a: b}}", "builtin has no records to filter"),
+        ("{weight: 1, urls: x}", "urls was removed: write the addresses into a file"),
+        ("{weight: 1, files: x, type: messages, text_field: body}", "text_field needs type: text"),
         ("{weight: -1, files: x}", "weight=-1: "),
         ("{weight: , files: x}", "weight is missing"),
-        ("{weight: 1, files: x, urls: y}", "give exactly one of files, hub, urls, url_list, builtin"),
+        ("{weight: 1, files: x, url_list: y}", "give exactly one of files, hub, url_list, builtin"),
         ("{weight: 1, files: x, revision: y}", "revision needs hub, which is not given"),
         ("{weight: 1, hub: org/name}", "hub=org/name needs data_files, for example data/*.parquet"),
         ("{weight: 1, files: [x, 1]}", "files=['x', 1]: must be a path or a list of paths"),
-        ("{weight: 1, files: x, filters: {score: {min: x}}}", "filters.score={'min': 'x'}: min and max must be finite"),
-        ("{weight: 1, files: x, filters: {score: {min: 2, max: 1}}}", "min at most max"),
-        ("{weight: 1, files: x, filters: {lang: [{}]}}", "filters.lang=[{}]: a value must be a text, a finite number"),
-        ("{weight: 1, files: x, max_epochs: 0}", "max_epochs=0: "),
+        ("{weight: 1, files: x, max_epochs: .inf}", "max_epochs=inf: "),
     ],
 )
 def test_bad_sources(tmp_path, source, message):

@@ -9,11 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from moh_llm.cli import main
-from moh_llm.data.mixture import mixture_from_files
-from moh_llm.data.sample import sample_mixture
 from moh_llm.data.shards import open_tokens
 from moh_llm.data.tokenizer import TextTokenizer, rows_beside
-from moh_llm.errors import UserError
 
 
 def add(folder: Path, **special: str) -> None:
@@ -54,8 +51,7 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_convert_and_tokenize_refuse_text_that_holds_one(base, text, convert, tmp_path, capsys, monkeypatch, workers):
-    monkeypatch.setattr("moh_llm.data.tokenize._BYTES_PER_WORKER", 100)
+def test_convert_and_tokenize_refuse_text_that_holds_one(base, text, convert, tmp_path, capsys, workers):
     path = text("<|user|>")
     shutil.copy(path, path.with_name("text2.jsonl"))
     assert tokenize(base, path.with_name("text*.jsonl"), "--workers", workers) == 2
@@ -72,19 +68,3 @@ def test_text_without_them_is_taken(base, text, tmp_path):
     assert tokenize(base, text("")) == 0
     tokenizer = TextTokenizer.load(str(base), rows_beside(base))
     assert tokenizer.rows == 257 and open_tokens(tmp_path / "out", tokenizer=tokenizer)
-
-
-def test_shards_that_hold_one_are_refused(base, text, tmp_path):
-    alone = tmp_path / "tokenizer"
-    AutoTokenizer.from_pretrained(base).save_pretrained(alone)  # of no model
-    assert rows_beside(alone) is None and tokenize(alone, text("<|user|>")) == 0
-    with pytest.raises(UserError, match=r"token shard of .* holds the token '<\|user\|>' \(id 257\)"):
-        open_tokens(tmp_path / "out", tokenizer=TextTokenizer.load(str(base), rows_beside(base)))
-
-
-def test_a_token_that_every_text_has_is_refused_at_once(base, text):
-    add(base, eos_token="<none>")
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    with pytest.raises(UserError, match=r"every text holds the token '<none>' \(id 258\)"):
-        TextTokenizer.from_tokenizer(tokenizer, 257)
-    assert sample_mixture(mixture_from_files([str(text(""))]), tokenizer, rows=259)

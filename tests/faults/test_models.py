@@ -161,22 +161,6 @@ def test_recipes_that_cannot_be_carried_out(
     assert not (base.parent / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ({"max_epochs": float("inf")}, "max_epochs"),
-        ({"filters": {"day": {"min": float("inf")}}}, "filters.day"),
-    ],
-)
-def test_sources_with_impossible_values(
-    tmp_path: Path, refused: Callable[..., str], source: dict[str, Any], words: str
-) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "a"}\n')
-    path = tmp_path / "mixture.yaml"
-    path.write_text(yaml.safe_dump({"sources": {"one": {"weight": 1, "files": "t.jsonl"} | source}}))
-    assert words in refused("mixture", "show", path)
-
-
 def test_a_benchmark_with_a_name_that_no_file_bears(tmp_path: Path, base: Path, refused: Callable[..., str]) -> None:
     from moh_llm.evaluation.suite import SUITES
 
