@@ -25,7 +25,7 @@ COMMANDS = {
     "train": "tune a converted model to recover the base's quality",
     "checkpoint": "make a model of a checkpoint of a training run",
     "doctor": "check a training job before it is started, and say what it will take",
-    "report": "put evaluations and training runs on one page, and check against a baseline",
+    "report": "write the page of a training run, finished or not: curves and tables",
     "data": "fetch the benchmarks of a suite, to evaluate without a network",
     "evaluate": "score a model and its base on benchmarks and write a report",
     "serve": "serve a model with transformers' OpenAI-compatible server",

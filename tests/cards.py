@@ -2,25 +2,35 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
 
+from moh_llm.recipe import keyword_options
 from moh_llm.records.conversion import CONVERSION, LINEAGE
 from moh_llm.records.evaluation import EvaluationRecord
 from moh_llm.records.identity import hash_plan
 from moh_llm.records.seal import SEAL
+from moh_llm.training.config import TrainConfig
 
 Record = dict[str, Any]
 LLAMA_3 = "META LLAMA 3 COMMUNITY LICENSE AGREEMENT\n\nMeta Llama 3 Version Release Date: April 18, 2024\n"
 
 
-def write_run(folder: Path, model: str, scores: int = 3, record: Record | None = None, **recipe: Any) -> Path:
-    """A finished run of 6 steps of 32 tokens that began with `model`; its saved model is left to the test."""
+def recipe_of(**given: Any) -> Record:
+    """The whole recipe of a run, as its record has it."""
+    return json.loads(json.dumps(asdict(keyword_options(TrainConfig, "recipe", **given))))
+
+
+def write_run(
+    folder: Path, model: str, scores: int = 3, record: Record | None = None, steps: int = 6, **recipe: Any
+) -> Path:
+    """A run of 6 steps of 32 tokens that began with `model`, and made `steps`; its saved model is left to the test."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"model": model, "output_dir": str(folder), "max_steps": 6} | recipe
-    config.setdefault("data", {"mixture": "/srv/secret/mixes/tiny.yaml", "sequence_length": 16, "batch_size": 2})
+    recipe.setdefault("data", {"mixture": "/srv/secret/mixes/tiny.yaml", "sequence_length": 16, "batch_size": 2})
+    config = recipe_of(model=model, output_dir=str(folder), max_steps=6, **recipe)
     saved = {"tokens": 500, "perplexity": 22.0, "reference_perplexity": 20.0, "kl": 0.05, "top1_agreement": 0.9}
     saved |= {"documents": 40, "ratio_interval": [1.0812, 1.1234], "kl_interval": [0.041, 0.062]}
     read = {"weight": 1.0, "tokens": 192, "share": 1.0, "epochs": 0.5, "repeated_tokens": 0}
@@ -28,14 +38,27 @@ def write_run(folder: Path, model: str, scores: int = 3, record: Record | None =
     facts["reference"] = "base"
     facts |= {"data_read": {"books": read}, "versions": {"moh_llm": "0.1.0", "torch": "2.13.0"}} | (record or {})
     lines = []
-    for step in range(7):
-        line: Record = {"step": step, "tokens": step * 32}
+    for step in range(1 + steps):
+        line: Record = {"step": step}
+        if step:
+            line |= {"tokens": step * 32, "loss": 0.3 / step, "kl": 0.2 / step, "heads_asked": 2.0, "heads_read": 2.5}
+            line["timing"] = {"seconds": 0.25 * step, "tokens_per_second": 100.0 + step}
         if step % 3 == 0 and step < 3 * scores:
             line["validation"] = saved | {"perplexity": 30.0 - step, "kl": 0.5 / (step + 1)}
-        lines.append(json.dumps(line) + "\n")
+        lines.append(line)
     (folder / "run.json").write_text(json.dumps(facts))
-    (folder / "log.jsonl").write_text("".join(lines))
+    write_log(folder, lines)
     return folder
+
+
+def write_log(folder: Path, lines: list[Record], tail: str = "") -> None:
+    """The log of a run; `tail` follows its last line."""
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+
+
+def read_log(folder: Path) -> list[Record]:
+    """The lines of a run's log."""
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def write_evaluation(folder: Path, record: Record) -> Path:

@@ -1,15 +1,14 @@
-"""Records of evaluations with made scores, and reports as the command writes them."""
+"""Records of evaluations with made scores."""
 
 import json
 import random
 from pathlib import Path
 from typing import Any
 
-from moh_llm.claims.evaluation import verdict, warnings  # noqa: F401 (tests take them from here)
-from moh_llm.cli import main
+from moh_llm.claims import verdict, warnings  # noqa: F401 (tests take them from here)
 from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.record import build_record
-from moh_llm.evaluation.report import render_markdown
+from moh_llm.evaluation.report import render
 from moh_llm.evaluation.runner import ModelScores, Score
 from moh_llm.evaluation.suite import Benchmark, Suite
 from moh_llm.records.evaluation import EvaluationRecord, Row
@@ -25,11 +24,6 @@ Models = dict[str, tuple[str | Identity, float]]
 Scores = dict[str, dict[str, list[float]]]
 
 
-def report(*arguments: str | Path) -> int:
-    """The exit status of `moh-llm report`."""
-    return main(["report", *map(str, arguments)])
-
-
 def read(folder: Path) -> dict[str, Any]:
     """The content of a report's ``report.json``."""
     return json.loads((folder / "report.json").read_text(encoding="utf-8"))
@@ -37,7 +31,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def page_of(record: EvaluationRecord) -> str:
     """A report in Markdown."""
-    return render_markdown(record)
+    return render("report.md", record)
 
 
 def row_of(record: EvaluationRecord, name: str) -> Row:

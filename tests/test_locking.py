@@ -170,7 +170,7 @@ def commands(inputs: Path, river: Path, output: Path) -> dict[str, list[str]]:
 NAMES = ["convert", "dense", "tokenize", "init", "train", "evaluate", "quickstart", "fetch", "publish"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "report", "export"])
+@pytest.mark.parametrize("name", [*NAMES, "export"])
 def test_each_command_is_refused_while_another_process_writes(name, inputs, run, river, tmp_path, capsys):
     if name in ("evaluate", "fetch"):
         pytest.importorskip("lm_eval")
@@ -178,7 +178,6 @@ def test_each_command_is_refused_while_another_process_writes(name, inputs, run,
     if name == "publish":
         output.symlink_to(inputs / "moh")
     command = {
-        "report": ["report", str(run), "--output", str(output)],
         "export": ["checkpoint", "export", str(run / "checkpoints" / "step-000002"), "--output", str(output)],
         **commands(inputs, river, output),
     }[name]

@@ -30,7 +30,7 @@ CALLS = {
     "tokenize": ("~/x --tokenizer ~/x --output ~/x", 3),
     "init": ("~/x --tokenizer ~/x --output ~/x", 3),
     "checkpoint": ("export ~/x --output ~/x", 2),
-    "report": ("~/x ~/x --output ~/x --baseline ~/x", 4),
+    "report": ("~/x", 1),
     "data": ("fetch-benchmarks ~/x --suite ~/x", 2),
     "serve": ("~/x", 1),
 }

@@ -54,7 +54,7 @@ def restore(config: "ConversionConfig") -> None:
 
 def print_conversion(record: "Conversion", output: Path) -> None:
     """Print the head plan, the cost and the verification."""
-    from moh_llm.claims.conversion import calibration_text, conversion_took, heads_read, parameters_added
+    from moh_llm.claims import calibration_text, conversion_took, heads_read, parameters_added
 
     plan = record.plan
     heads, asked = plan.num_attention_heads, sum(plan.active_heads) / len(plan.active_heads)

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 def print_evaluation(evaluation: "Evaluation") -> None:
     """Print the result, where the report is, what failed, and how to repeat that. Only the first process prints."""
-    from moh_llm.claims.evaluation import verdict, warnings
+    from moh_llm.claims import verdict, warnings
 
     if not evaluation.first_process:
         return

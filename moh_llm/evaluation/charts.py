@@ -1,21 +1,27 @@
-"""Charts as inline SVG, each with the numbers that it shows. Needs matplotlib.
+"""The charts of a report: scores, cost beside the dense base, the load of heads, and the curves of a training run.
 
-The style sheet of the page sets the colours, so that a chart follows the reader's light or dark theme: matplotlib draws
-in placeholder colours, which become CSS variables.
+    for chart in run_charts(run):
+        print(chart.title, chart.svg)
 
-Charts have a name that is unique on the page, a title, and a note on how to read them. ``order`` lists names whose
-places decide on colours and markers, so that a series looks alike in all charts of a page.
+A chart holds the numbers that it shows; ``svg`` draws it with matplotlib, to stand in a page. The page's style sheet
+sets the colours, so that a chart follows the reader's light or dark theme: matplotlib draws in placeholder colours,
+which become CSS variables.
 """
 
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
 from moh_llm.errors import UserError
+from moh_llm.evaluation.runs import TrainingRun
+from moh_llm.intervals import within
+from moh_llm.records.conversion import in_words
+from moh_llm.records.evaluation import EvaluationRecord, Value
 
 try:
     import matplotlib.style
@@ -30,17 +36,122 @@ Points = Sequence[tuple[float, float]]
 Interval = tuple[float, float | None, float | None]
 """A value and the ends of an interval around it, if they are known."""
 
+# A curve with more points is drawn as its running median, at about _DRAWN points.
+_RAW, _DRAWN = 200, 400
+
+
+# ---- which charts a page has
+
+
+def score_charts(record: EvaluationRecord) -> "list[Chart]":
+    """Differences to the base, and scores, of each benchmark with 95 % intervals."""
+    rows, labels = record.benchmarks, list(record.models)
+    names = [row.name for row in rows]
+    scores = {label: [_interval(row.scores.get(label)) for row in rows] for label in labels}
+    deltas = {
+        label: [_interval(row.scores[label].delta if label in row.scores else None, -100) for row in rows]
+        for label, about in record.models.items()
+        if about.compared
+    }
+    note = "With 95 % intervals, from the differences on the same items. Left of the line: worse than the base."
+    charts = [
+        IntervalChart("deltas", "Difference to the base", note, names, deltas, "points (percent)", labels, zero=True),
+        IntervalChart("scores", "Scores", "With 95 % intervals.", names, scores, "percent", labels),
+    ]
+    return [chart for chart in charts if any(any(values) for values in chart.series.values())]
+
+
+def _interval(found: Value | None, lowest: float = 0) -> Interval | None:
+    """A score or a difference with its 95 % interval, cut to the values between ``lowest`` and 100 %."""
+    if found is None:
+        return None
+    return (found.value, *(within(found.interval, lowest, 100) if found.interval else (None, None)))
+
+
+def cost_charts(analyses: Mapping[str, dict[str, Any]], labels: Sequence[str]) -> "list[Chart]":
+    """Theoretical FLOPs and measured seconds of a forward pass by length, as ratios to the dense base (Tab. 7).
+
+    ``labels``: of all models of the page, which decide on colours.
+    """
+    notes = {
+        "flops": ("Theoretical FLOPs", "FLOPs that could be skipped of heads that are off are not counted."),
+        "seconds": ("Measured time", "The base is the same weights through its own attention, on the same device."),
+    }
+    charts: list[Chart] = []
+    for key, (what, note) in notes.items():
+        title, length = f"{what} of a forward pass, ratio to the base's", Axis("tokens", log=2)
+        ratios = {name: [(c["length"], c["moh"] / c["dense"]) for c in found[key]] for name, found in analyses.items()}
+        if any(ratios.values()):
+            charts.append(LineChart(f"{key}-ratio", title, note, ratios, length, Axis("ratio"), 1, labels))
+    return charts
+
+
+def load_chart(number: int, found: Mapping[str, Any]) -> "Chart":
+    """The head load of the ``number``-th analysed model, in the form of the paper's Fig. 3."""
+    load, first = found["head_load"], found["all_heads_until"]
+    note = f"Over {load['tokens']:,} tokens of the benchmarks' prompts. Shared heads are always on."
+    if first:
+        note += f" A document's first {first:,} tokens have all heads on, and are counted."
+    title, unit = "Head load in each layer", "share of tokens that have the head on"
+    return HeatMap(f"load-{number}", title, note, load["load"], ("head", "layer"), unit)
+
+
+def run_charts(run: TrainingRun) -> "list[Chart]":
+    """Scores on held-out text, losses and heads of the steps, and the routers' load at the last score."""
+    name, its = in_words([run.reference])
+    # Title, unit, and the curves by name with their numbers in the log; charts without a point are left out.
+    curves: list[tuple[str, str, dict[str, str]]] = [
+        ("Held-out perplexity", f"ratio to {its}", {"ratio": "validation.ratio"}),
+        (f"Held-out KL to {name}", "nats per token", {"KL": "validation.kl"}),
+        ("Loss that is minimised", "loss", {"loss": "loss"}),
+        (f"KL to {name}", "nats per token", {"KL": "kl"}),
+        ("Cross-entropy", "nats per token", {"cross-entropy": "cross_entropy"}),
+        ("Heads per token, mean over layers", "heads", {"asked for": "heads_asked", "on": "heads_read"}),
+        ("Gradient before clipping", "l2 norm", {"norm": "gradient_norm"}),
+    ]
+    if not run.points("validation.ratio"):
+        curves[0] = ("Held-out perplexity", "perplexity", {"perplexity": "validation.perplexity"})
+    charts: list[Chart] = []
+    for number, (title, unit, keys) in enumerate(curves):
+        series = {label: run.points(key) for label, key in keys.items()}
+        if not any(series.values()):
+            continue
+        long = any(len(points) > _RAW for points in series.values())
+        note = "Running median over 5 % of the steps; the log has every step." if long else ""
+        values = [value for points in series.values() for _, value in points]
+        scale = 10 if min(values) > 0 and max(values) > 10 * min(values) else None
+        drawn = {label: smoothed(points) for label, points in series.items() if points}
+        x, y, reference = Axis("training tokens"), Axis(unit, scale), 1 if "ratio" in keys else None
+        charts.append(LineChart(f"curve-{number}", title, note, drawn, x, y, reference))
+    health = next((line.routing for line in reversed(run.lines) if line.routing), None)
+    if health and any(health.load):
+        note = f"At the last score. Dead heads, which no token selects: {sum(health.dead_heads)}."
+        axes, unit = ("routed head of the layer", "layer"), "share of held-out tokens that select the head"
+        charts.append(HeatMap("run-load", "Load of the routed heads", note, health.load, axes, unit))
+    return charts
+
+
+def smoothed(curve: Points) -> Points:
+    """The points of a curve that are drawn: of a long one about 400, each the median of 5 % of the steps around it."""
+    count = len(curve)
+    half = max(11, count // 20) // 2 if count > _RAW else 0
+    places = [*range(0, count - 1, max(1, count // _DRAWN)), *([count - 1] if count else [])]
+    return [
+        (curve[at][0], statistics.median(value for _, value in curve[max(0, at - half) : at + half + 1]))
+        for at in places
+    ]
+
+
+# ---- how they are drawn
+
 INK, FAINT = "#0a0b01", "#0a0b02"
-# Colours that colour-blind readers tell apart; further series differ by their dashes and markers.
+# Colours that colour-blind readers tell apart; further series differ by their markers.
 SERIES = tuple(f"#0a0c{number:02x}" for number in range(1, 8))
 _VARIABLES = {INK: "--ink", FAINT: "--faint"} | {colour: f"--series-{n}" for n, colour in enumerate(SERIES, start=1)}
-_DASHES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_MAP = colormaps["cividis"].resampled(20)
 _WIDTH = 4.6  # inches; the page scales charts to their column
 _STYLE = {
     "font.size": 9,
-    "axes.titlesize": 9,
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": FAINT,
@@ -51,7 +162,6 @@ _STYLE = {
     "grid.color": FAINT,
     "grid.alpha": 0.35,
     "grid.linewidth": 0.5,
-    "axes.grid": True,
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -64,150 +174,140 @@ _STYLE = {
 
 
 @dataclass(frozen=True)
-class Chart:
-    """A picture and the numbers that it shows.
-
-    Attributes:
-        name: unique on its page.
-        title: what is shown, with its unit.
-        note: how to read it, and which equation, table or figure it is; may be empty.
-        svg: the picture.
-        head, body: the data behind it.
-    """
-
-    name: str
-    title: str
-    note: str
-    svg: Markup
-    head: list[str]
-    body: list[list[str | float | int | None]]
-
-
-@dataclass(frozen=True)
 class Axis:
-    """Label of an axis, and whether it is logarithmic (base 2 for lengths of text)."""
+    """Label of an axis, and the base of its logarithm if it is logarithmic."""
 
     title: str
     log: int | None = None
 
 
-def line_chart(
-    name: str,
-    title: str,
-    series: Mapping[str, Points],
-    x: Axis,
-    y: Axis,
-    note: str = "",
-    bands: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
-    reference: float | None = None,
-    order: Sequence[str] = (),
-) -> Chart:
+@dataclass(frozen=True)
+class Chart:
+    """A chart, which a subclass draws.
+
+    Attributes:
+        name: unique on its page.
+        title: what is shown.
+        note: how to read it, and which table or figure of the paper it is; may be empty.
+    """
+
+    name: str
+    title: str
+    note: str
+
+    def _draw(self, figure: Figure, axes: Axes) -> None:
+        raise NotImplementedError
+
+    @property
+    def svg(self) -> Markup:
+        """The picture to stand in a page: no prolog, no fixed size, colours by name, ids that no other chart has."""
+        written = io.StringIO()
+        # The salt makes ids repeat, so that pages can be compared.
+        with matplotlib.style.context(["default", _STYLE | {"svg.hashsalt": self.name}]):
+            figure = Figure(figsize=(_WIDTH, 2.9), layout="constrained")
+            self._draw(figure, figure.subplots())
+            figure.savefig(written, format="svg")
+        text = written.getvalue()
+        text = text[text.index("<svg") :]
+        for colour, variable in _VARIABLES.items():
+            text = text.replace(colour, f"var({variable})")
+        # Groups are numbered alike in each chart.
+        text = re.sub(r'\bid="([^"]+)"', rf'id="{self.name}-\1"', text)
+        text = re.sub(r'(href="|url\()#', rf"\1#{self.name}-", text)
+        text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+        size = re.match(r'<svg[^>]*viewBox="([^"]+)"', text)
+        opening = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{size[1]}" role="img" aria-label="'
+        return Markup(opening) + self.title + Markup('">') + Markup(text[text.index(">") + 1 :])
+
+
+@dataclass(frozen=True)
+class LineChart(Chart):
     """Curves of points (x, y) by name.
 
-    Args:
-        bands: per series (x, low, high), drawn behind its curve.
+    Attributes:
         reference: a value to compare with, drawn as a dotted line.
+        order: names whose places decide on colours, so that a series looks alike in all charts of a page.
     """
-    with matplotlib.style.context(["default", _STYLE]):
-        figure, axes = _figure(2.9)
-        many = max(map(len, series.values()), default=0) > 40
-        for key, points in series.items():
-            look = _look(key, [*order, *series]) | ({"marker": "none"} if many else {})
-            if band := (bands or {}).get(key):
-                axes.fill_between(*zip(*band, strict=True), color=look["color"], alpha=0.18, linewidth=0)
-            x_values, y_values = [at for at, _ in points], [value for _, value in points]
-            axes.plot(x_values, y_values, label=_label(key), linewidth=1.4, markersize=3.5, **look)
-        if reference is not None:
-            axes.axhline(reference, color=INK, linewidth=0.8, linestyle=":", zorder=1)
-        _set_axis(axes, "x", x)
-        _set_axis(axes, "y", y)
-        if len(series) > 1:
+
+    series: Mapping[str, Points]
+    x: Axis
+    y: Axis
+    reference: float | None = None
+    order: Sequence[str] = ()
+
+    def _draw(self, figure: Figure, axes: Axes) -> None:
+        axes.grid(True)
+        many = max(map(len, self.series.values())) > 40
+        for key, points in self.series.items():
+            look = _look(key, [*self.order, *self.series]) | ({"marker": "none"} if many else {})
+            axes.plot(*zip(*points, strict=True), label=_label(key), linewidth=1.4, markersize=3.5, **look)
+        if self.reference is not None:
+            axes.axhline(self.reference, color=INK, linewidth=0.8, linestyle=":", zorder=1)
+        _set_axis(axes, "x", self.x)
+        _set_axis(axes, "y", self.y)
+        if len(self.series) > 1:
             _legend(figure, axes)
-        svg = _svg(figure, name, title)
-    rows: dict[float, list[str | float | int | None]] = {}
-    for number, points in enumerate(series.values()):
-        for at, value in points:
-            rows.setdefault(at, [at, *[None] * len(series)])[1 + number] = value
-    return Chart(name, title, note, svg, [x.title, *series], [rows[at] for at in sorted(rows)])
 
 
-def interval_chart(
-    name: str,
-    title: str,
-    names: Sequence[str],
-    series: Mapping[str, Sequence[Interval | None]],
-    unit: str,
-    note: str = "",
-    zero: bool = False,
-    order: Sequence[str] = (),
-) -> Chart:
+@dataclass(frozen=True)
+class IntervalChart(Chart):
     """A row for each name, and in it the values of all series with their intervals; None where there is no value.
 
-    ``zero`` draws the line of no difference.
+    Attributes:
+        order: as of `LineChart`.
+        zero: draw the line of no difference.
     """
-    with matplotlib.style.context(["default", _STYLE]):
-        figure, axes = _figure(0.9 + (0.16 + 0.1 * len(series)) * len(names))
-        for number, (key, values) in enumerate(series.items()):
-            shift = 0.6 * (number + 0.5) / len(series) - 0.3
-            look = _look(key, [*order, *series])
+
+    names: Sequence[str]
+    series: Mapping[str, Sequence[Interval | None]]
+    unit: str
+    order: Sequence[str]
+    zero: bool = False
+
+    def _draw(self, figure: Figure, axes: Axes) -> None:
+        axes.grid(True)
+        figure.set_size_inches(_WIDTH, 0.9 + (0.16 + 0.1 * len(self.series)) * len(self.names))
+        for number, (key, values) in enumerate(self.series.items()):
+            shift = 0.6 * (number + 0.5) / len(self.series) - 0.3
             known = [(row, *value) for row, value in enumerate(values) if value is not None]
             below = [0 if low is None else value - low for _, value, low, _ in known]
             above = [0 if high is None else high - value for _, value, _, high in known]
-            axes.errorbar(
-                [value for _, value, _, _ in known],
-                [row + shift for row, *_ in known],
-                xerr=[below, above],
-                fmt=look["marker"],
-                markersize=4,
-                elinewidth=1,
-                color=look["color"],
-                label=_label(key),
-            )
-        if zero:
+            at, rows = [value for _, value, _, _ in known], [row + shift for row, *_ in known]
+            look = _look(key, self.order) | {"linestyle": "none"}
+            axes.errorbar(at, rows, xerr=[below, above], markersize=4, elinewidth=1, label=_label(key), **look)
+        if self.zero:
             axes.axvline(0, color=INK, linewidth=0.8)
-        axes.set_yticks(range(len(names)), [_label(row, 24) for row in names])
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_xlabel(unit)
-        if len(series) > 1:
+        axes.set_yticks(range(len(self.names)), [_label(name, 24) for name in self.names])
+        axes.set_ylim(len(self.names) - 0.5, -0.5)
+        axes.set_xlabel(self.unit)
+        if len(self.series) > 1:
             _legend(figure, axes)
-        svg = _svg(figure, name, title)
-    head = ["", *[column for key in series for column in (key, f"{key}: from", f"{key}: to")]]
-    body = [[row, *[c for values in series.values() for c in values[n] or [None] * 3]] for n, row in enumerate(names)]
-    return Chart(name, title, note, svg, head, body)
 
 
-def heat_map(
-    name: str,
-    title: str,
-    rows: Mapping[Any, Sequence[float]],
-    axes_titles: tuple[str, str],
-    unit: str,
-    note: str = "",
-) -> Chart:
-    """Values from 0 to 1 as colours, in ``unit``, the first row above; columns are numbered, and rows may be shorter.
+@dataclass(frozen=True)
+class HeatMap(Chart):
+    """Values from 0 to 1 as colours, in ``unit``, the first row above; rows may differ in length.
 
     ``axes_titles``: of x and y.
     """
-    with matplotlib.style.context(["default", _STYLE | {"axes.grid": False}]):
-        figure, axes = _figure(min(7.0, 1.2 + max(0.16 * len(rows), 1.0)))
-        columns = range(max(map(len, rows.values())))
-        full = [[*row, *[float("nan")] * (len(columns) - len(row))] for row in rows.values()]
-        mesh = axes.pcolormesh(full, cmap=_MAP, vmin=0, vmax=1, edgecolors="face", linewidth=0.2)
-        figure.colorbar(mesh, ax=axes, label=unit, location="bottom", aspect=40, shrink=0.8)
-        for axis, names in ((axes.xaxis, list(columns)), (axes.yaxis, list(rows))):
-            shown = range(0, len(names), -(-len(names) // 32))
-            axis.set_ticks([place + 0.5 for place in shown], [_label(str(names[place]), 24) for place in shown])
+
+    rows: Sequence[Sequence[float]]
+    axes_titles: tuple[str, str]
+    unit: str
+
+    def _draw(self, figure: Figure, axes: Axes) -> None:
+        figure.set_size_inches(_WIDTH, min(7.0, 1.2 + max(0.16 * len(self.rows), 1.0)))
+        columns = max(map(len, self.rows))
+        full = [[*row, *[float("nan")] * (columns - len(row))] for row in self.rows]
+        colours = colormaps["cividis"].resampled(20)
+        mesh = axes.pcolormesh(full, cmap=colours, vmin=0, vmax=1, edgecolors="face", linewidth=0.2)
+        figure.colorbar(mesh, ax=axes, label=self.unit, location="bottom", aspect=40, shrink=0.8)
+        for axis, count in ((axes.xaxis, columns), (axes.yaxis, len(self.rows))):
+            shown = range(0, count, -(-count // 32))
+            axis.set_ticks([place + 0.5 for place in shown], list(map(str, shown)))
             axis.set_tick_params(length=0)
-        axes.set(xlabel=axes_titles[0], ylabel=axes_titles[1])
+        axes.set(xlabel=self.axes_titles[0], ylabel=self.axes_titles[1])
         axes.invert_yaxis()
-        svg = _svg(figure, name, title)
-    body = [[str(row), *shares] for row, shares in rows.items()]
-    return Chart(name, title, note, svg, [axes_titles[1], *map(str, columns)], body)
-
-
-def _figure(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    return figure, figure.subplots()
 
 
 def _label(text: str, longest: int = 42) -> str:
@@ -216,28 +316,22 @@ def _label(text: str, longest: int = 42) -> str:
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
-def _look(name: str, names: Iterable[str]) -> dict[str, str]:
-    """Colour, dashes and marker of a series; where colours repeat, dashes and markers differ."""
-    place = list(dict.fromkeys(names)).index(name)
-    turn = place // len(SERIES)
-    return {
-        "color": SERIES[place % len(SERIES)],
-        "linestyle": _DASHES[turn % len(_DASHES)],
-        "marker": _MARKERS[(place + turn) % len(_MARKERS)],
-    }
+def _look(name: str, names: Sequence[str]) -> dict[str, str]:
+    """Colour and marker of a series by the place of its name."""
+    turn, place = divmod(list(dict.fromkeys(names)).index(name), len(SERIES))
+    return {"color": SERIES[place], "marker": _MARKERS[turn % len(_MARKERS)]}
 
 
 def _set_axis(axes: Axes, which: str, wanted: Axis) -> None:
     axis = getattr(axes, f"{which}axis")
     axis.set_label_text(wanted.title)
-    plain = FuncFormatter(lambda value, _: _short(value))
     if wanted.log is None:
         axis.set_major_locator(MaxNLocator(6))
     else:
         getattr(axes, f"set_{which}scale")("log", base=wanted.log)
         axis.set_major_locator(LogLocator(wanted.log, subs=(1,) if wanted.log == 2 else (1, 2, 5), numticks=7))
         axis.set_minor_formatter(NullFormatter())
-    axis.set_major_formatter(plain)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
 
 
 def _short(value: float) -> str:
@@ -248,26 +342,9 @@ def _short(value: float) -> str:
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
+    """A legend below the plot, which keeps its height."""
     handles, names = axes.get_legend_handles_labels()
     columns = max(1, min(len(names), 60 // (max(map(len, names)) + 6)))
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + 0.16 * -(-len(names) // columns))
     figure.legend(handles, names, loc="outside lower center", ncols=columns)
-
-
-def _svg(figure: Figure, name: str, title: str) -> Markup:
-    """The figure to stand in a page: no prolog, no fixed size, colours by name, ids that no other chart has."""
-    written = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    text = written.getvalue()
-    text = text[text.index("<svg") :]
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
-    # Groups are numbered alike in each chart.
-    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
-    text = re.sub(r'(href="|url\()#', rf"\1#{name}-", text)
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    size = re.match(r'<svg[^>]*viewBox="([^"]+)"', text)
-    opening = f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{size[1]}" role="img" aria-label="'
-    return Markup(opening) + title + Markup('">') + Markup(text[text.index(">") + 1 :])

@@ -23,7 +23,7 @@ from moh_llm.evaluation.processes import AnswerCache, connect, disconnect
 from moh_llm.evaluation.record import add_samples, build_record
 from moh_llm.evaluation.report import write_report
 from moh_llm.evaluation.runner import score
-from moh_llm.evaluation.runs import read_runs, runs_behind
+from moh_llm.evaluation.runs import read_runs_behind
 from moh_llm.evaluation.suite import Suite, load_suite
 from moh_llm.evaluation.tasks import SEEDS, Loaded, check_data, load_tasks, one_line, require_lm_eval
 from moh_llm.files import check_output_folder, new_folder
@@ -113,11 +113,11 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
         if team.rank > 0:
             return Evaluation(record, options.output, None, first_process=False)
         # 4. The pages, with the training runs behind the models. A run that cannot be read is left out.
-        runs = read_runs([], runs_behind(record.described_models), say)
+        runs = read_runs_behind(record.described_models, say)
         with new_folder(options.output, options.overwrite) as folder:
             if options.log_samples:
                 add_samples(folder, record, cache)
-            write_report(folder, runs, command_line, record)
+            write_report(folder, record, runs)
         if not record.errors and record.analysis == record.analyses:
             cache.remove()
             return Evaluation(record, options.output, None)

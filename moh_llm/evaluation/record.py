@@ -40,7 +40,7 @@ def build_record(
         suite=SuiteRecord(name=suite.name, title=suite.title, columns=list(suite.columns)),
         models={label: _model(result, scores["base"] if compared[label] else None) for label, result in scores.items()},
         benchmarks=rows,
-        average=average_rows(rows, compared, suite.columns),
+        average=_average_rows(rows, compared, suite.columns),
         errors=[
             Failure(model=label, benchmark=name, error=error)
             for label, result in scores.items()
@@ -74,7 +74,7 @@ def add_samples(folder: Path, report: EvaluationRecord, cache: AnswerCache) -> N
             figures.samples = str(place)
 
 
-def average_rows(rows: Sequence[Row], compared: dict[str, bool], columns: Sequence[str]) -> Average:
+def _average_rows(rows: Sequence[Row], compared: dict[str, bool], columns: Sequence[str]) -> Average:
     """Plain means over the benchmarks that every model has a score on, and its difference if it has a base.
 
     Args:

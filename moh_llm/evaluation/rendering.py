@@ -31,7 +31,7 @@ class Table:
         rows: cells as they are shown; "-" where a value is unknown.
         text: number of columns, from the left, that hold text. The others hold numbers, aligned to the right.
         style: "facts" for pairs without a head; "total" if the last row sums up the others; "models" for long cells
-            that may be broken; "tokens" if the cells after the first are "on", "off" or "shared".
+            that may be broken.
     """
 
     head: Sequence[str]

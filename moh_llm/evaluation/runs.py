@@ -1,26 +1,29 @@
-"""Training runs in reports: their folders, read also while training goes on, and the groups that runs form."""
+"""A training run: what its folder holds, also while training goes on, and the tables of reports and model cards.
 
-import hashlib
+run = read_run(Path("out/recovery"))
+run.points("loss")      # [(training tokens, loss), ...]
+held_out_table(run)
+"""
+
 import json
-import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import reduce
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from moh_llm.errors import UserError
+from moh_llm.evaluation.rendering import Table, facts
+from moh_llm.intervals import show_figure, show_number
 from moh_llm.reading import parse_json
 from moh_llm.records.conversion import REFERENCES, ReferenceKind, in_words
 from moh_llm.records.run import LogLine, Routing, RunRecord, Scores
-from moh_llm.terminal import say
-from moh_llm.training.changed_options import changed_options
-from moh_llm.training.config import TrainConfig
 
-Record = dict[str, Any]
-METRICS = ("ratio", "kl", "top1_agreement", "perplexity")
+Pairs = list[tuple[str, str]]
+_DROPPED = 10  # dropped steps that are listed one by one
+_SCORES = 12  # rows of `held_out_table`; more are thinned out
+_SOURCES = 40  # rows of `receipt`; the others are summed up
 
 
 @dataclass(frozen=True)
@@ -28,20 +31,21 @@ class TrainingRun:
     """What a run has written so far.
 
     Attributes:
-        name: the end of its folder's path that sets it apart from the other runs.
         folder: its ``output_dir``.
         record: ``run.json``.
-        recipe: the recipe, with defaults for options that are newer than the run.
-        lines: ``log.jsonl``; each line has its number of tokens.
+        lines: ``log.jsonl``.
         cut: whether the log's last line was incomplete, as a kill leaves it, and is left out.
     """
 
-    name: str
     folder: Path
     record: RunRecord
-    recipe: Record
     lines: list[LogLine]
     cut: bool
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """All options of the run."""
+        return self.record.config
 
     @property
     def tokens(self) -> int:
@@ -54,23 +58,12 @@ class TrainingRun:
         return self.record.reference or "start"
 
     @property
-    def compares(self) -> bool:
-        """Whether any figure compares with the reference."""
-        scores = [*(line.validation for line in self.scored), self.record.evaluation]
-        return bool(self.points("kl")) or any(found and found.kl is not None for found in scores)
-
-    @property
     def scored(self) -> list[LogLine]:
         """The lines that have scores on held-out text."""
         return [line for line in self.lines if line.validation]
 
-    @property
-    def routing(self) -> Routing | None:
-        """The last router health of the log."""
-        return next((line.routing for line in reversed(self.lines) if line.routing), None)
-
     def points(self, key: str) -> list[tuple[int, float]]:
-        """Training tokens and values of a number in the log, such as ``timing.seconds``, without dropped steps."""
+        """Training tokens and values of a number in the log, such as ``validation.kl``, without dropped steps."""
         read, found = attrgetter(key), []
         for line in self.lines:
             try:
@@ -78,216 +71,35 @@ class TrainingRun:
             except AttributeError:  # this line has no such part
                 continue
             if isinstance(value, int | float) and not line.dropped:
-                found.append((line.tokens, value))
+                found.append((line.tokens or 0, value))
         return found
 
-    def figures(self) -> Record:
-        """Steps, speed, losses and scores, as ``report.json`` has them. Seconds are without scoring and saving."""
-        speeds = [speed for _, speed in self.points("timing.tokens_per_second")]
-        counted = [line for line in self.lines if line.loss is not None and not line.dropped]
-        lowest = min(counted, key=attrgetter("loss"), default=None)
-        marks = {"first": counted[0], "last": counted[-1], "lowest": lowest} if counted else {}
-        saved = self.record.evaluation
-        return {
-            "name": self.name,
-            "folder": str(self.folder),
-            "status": self.record.status,
-            "seed": self.recipe["seed"],
-            "steps": self.lines[-1].step,
-            "tokens": self.tokens,
-            "seconds": round(sum(line.timing.seconds for line in self.lines if line.timing), 3),
-            "tokens_per_second": statistics.median(speeds) if speeds else None,
-            "loss": {which: {"step": line.step, "loss": line.loss} for which, line in marks.items()},
-            "dropped": {line.step: line.dropped for line in self.lines if line.dropped},
-            "scores": [{"ratio": line.validation.ratio, **line.content()} for line in self.scored],
-            "saved_model": {"ratio": saved.ratio, **saved.content()} if saved else None,
-        }
 
-
-@dataclass(frozen=True)
-class Group:
-    """Runs that differ only by their seed."""
-
-    name: str
-    runs: tuple[TrainingRun, ...]
-
-
-def read_runs(
-    folders: Sequence[Path], behind: Sequence[Path] = (), say: Callable[[str], None] = say
-) -> list[TrainingRun]:
-    """Read the training runs in some folders.
-
-    Args:
-        folders: folders that the user named.
-        behind: folders that `runs_behind` found; a run that cannot be read is left out.
-        say: prints a line about each run that is left out.
-
-    Raises:
-        UserError: one of ``folders`` is no folder, is named twice, or holds no run that has begun.
-    """
-    names = names_of([*folders, *behind])
-    runs = [_read_run(folder, name) for folder, name in zip(folders, names, strict=False)]
-    for folder, name in zip(behind, names[len(folders) :], strict=True):
-        try:
-            runs.append(_read_run(folder, name))
-        except UserError as error:
-            say(f"the report leaves out the curves of {folder}: {error}")
-    return runs
-
-
-def names_of(folders: Sequence[Path]) -> list[str]:
-    """The end of each path that sets it apart from the others. Raises UserError for a folder that is named twice."""
-    places = [folder.resolve() for folder in folders]
-    for index, place in enumerate(places):
-        if place in places[:index]:
-            raise UserError(f"{folders[index]} is named twice; name each folder once")
-    length = 1
-    while len({place.parts[-length:] for place in places}) < len(places):
-        length += 1
-    return ["/".join(place.parts[-length:]) for place in places]
-
-
-def runs_behind(models: Iterable[str], known: Sequence[Path] = ()) -> list[Path]:
-    """The folders of the training runs that made some models, if they are on this machine.
-
-    Args:
-        models: folders or Hub ids. A run keeps its tuned model in RUN/model.
-        known: runs to leave out.
-    """
-    taken = {folder.resolve() for folder in known}
-    found: dict[Path, Path] = {}
-    for model in models:
-        run = Path(model).resolve().parent
-        begun = (run / "run.json").is_file() and (run / "log.jsonl").is_file()
-        if Path(model).name == "model" and begun and run not in taken:
-            found[run] = Path(model).parent
-    return list(found.values())
-
-
-def group_runs(runs: Sequence[TrainingRun]) -> list[Group]:
-    """Group the runs that differ only by their seed.
-
-    Runs that share their seed, too, are not independent samples: the second one starts another group.
-    """
-    members: list[list[TrainingRun]] = []
-    for run in runs:
-        seed = run.recipe["seed"]
-        for group in members:
-            if not _changed(group[0], run) and seed not in [other.recipe["seed"] for other in group]:
-                group.append(run)
-                break
-        else:
-            members.append([run])
-    names: list[str] = []
-    for group in members:
-        first = group[0].name
-        without_seed = re.sub(r"[-_. /]*(seed|s)?[-_. /]*\d+$", "", first) if len(group) > 1 else first
-        choices = (without_seed, first, f"{first} ({len(names) + 1})")
-        names.append(next(name for name in choices if name and name not in names))
-    return [Group(name, tuple(group)) for name, group in zip(names, members, strict=True)]
-
-
-def differences(groups: Sequence[Group]) -> dict[str, Record]:
-    """The value in each group of every option that differs; `model` and `data` also go by their hashes.
-
-    What the figures compare with sets runs apart, too, as `reference`.
-    """
-    keys = dict.fromkeys(key for group in groups[1:] for key in _changed(groups[0].runs[0], group.runs[0]))
-    return {key: {group.name: _value(group.runs[0], key) for group in groups} for key in keys}
-
-
-def compare_groups(groups: Sequence[Group]) -> list[Record]:
-    """Scores at the numbers of tokens at which at least two runs were scored.
-
-    Returns:
-        Records with ``tokens``, ``saved_model`` (scores of saved models, not of models in training) and ``groups``: by
-        name the number ``n`` of runs, mean and standard deviation of each of `METRICS`, ``documents``, and for a single
-        run the intervals over documents. None stands for what is not known of all runs.
-    """
-    found: dict[tuple[int, bool], dict[str, list[Scores]]] = {}
-    for group in groups:
-        for run in group.runs:
-            scores = [((line.tokens, False), line.validation) for line in run.scored]
-            saved = [((run.tokens, True), run.record.evaluation)] if run.record.evaluation else []
-            for place, score in scores + saved:
-                found.setdefault(place, {}).setdefault(group.name, []).append(score)
-    return [
-        {
-            "tokens": tokens,
-            "saved_model": is_saved,
-            "groups": {name: _group_scores(scores) for name, scores in by_group.items()},
-        }
-        for (tokens, is_saved), by_group in sorted(found.items())
-        if sum(map(len, by_group.values())) > 1
-    ]
-
-
-def _group_scores(scores: Sequence[Scores]) -> Record:
-    documents, only = {score.documents for score in scores}, scores[0] if len(scores) == 1 else None
-    return {
-        "n": len(scores),
-        **{metric: spread(getattr(score, metric) for score in scores) for metric in METRICS},
-        "documents": documents.pop() if len(documents) == 1 else None,
-        "ratio_interval": only and only.ratio_interval,
-        "kl_interval": only and only.kl_interval,
-    }
-
-
-def reference_words(groups: Sequence[Group]) -> tuple[str, str]:
-    """`in_words` for the reference of all runs."""
-    return in_words(run.reference for group in groups for run in group.runs if run.compares)
-
-
-def spread(values: Iterable[float | None]) -> Record | None:
-    """Mean and sample standard deviation (None for one value); None where a value is missing."""
-    numbers = list(values)
-    if None in numbers or not numbers:
-        return None
-    return {"mean": statistics.fmean(numbers), "std": statistics.stdev(numbers) if len(numbers) > 1 else None}
-
-
-def _changed(one: TrainingRun, other: TrainingRun) -> list[str]:
-    """Options, other than the seed, in which two runs differ."""
-    named = [key for key in ("model", "data") if getattr(one.record, key) != getattr(other.record, key)]
-    named += ["reference"] if one.reference != other.reference else []
-    return named + [key for key in changed_options(one.recipe, other.recipe) if key != "seed"]
-
-
-def _value(run: TrainingRun, key: str) -> Any:
-    if key == "reference":
-        return REFERENCES[run.reference]
-    if key in ("model", "data"):
-        # Two folders may have the same name at different times, so the hash says what the name does not.
-        name = run.recipe["model"] if key == "model" else run.recipe["data"]["mixture"]
-        text = json.dumps(run.record.data, sort_keys=True)
-        sha256 = run.record.model.sha256 if key == "model" else hashlib.sha256(text.encode()).hexdigest()
-        return f"{name} ({sha256[:8]})"
-    steps = key.split(".")
-    return reduce(lambda value, name: value.get(name) if isinstance(value, dict) else None, steps, run.recipe)
-
-
-def _read_run(folder: Path, name: str) -> TrainingRun:
+def read_run(folder: Path) -> TrainingRun:
+    """Read the training run in ``folder``. Raises UserError if there is none, or none that has begun."""
     if not (folder / "run.json").is_file():
         fault = "holds no run.json" if folder.is_dir() else "is not a folder"
         raise UserError(f"{folder} {fault}; name a folder that moh-llm train made")
     record = RunRecord.read(folder / "run.json")
-    if not {"model", "output_dir", "max_steps"} <= record.config.keys():
-        raise UserError(f"{folder / 'run.json'} is not the record of a training run; name another folder")
-    defaults = json.loads(json.dumps(asdict(TrainConfig(model="-", output_dir="-", max_steps=10**9))))
-    recipe = _with_defaults(record.config, defaults)
-    lines, cut = _read_log(folder / "log.jsonl")
-    for line in lines:
-        if line.tokens is None:
-            line.tokens = line.step * recipe["data"]["batch_size"] * recipe["data"]["sequence_length"]
-    return TrainingRun(name, folder, record, recipe, lines, cut)
+    return TrainingRun(folder, record, *_read_log(folder / "log.jsonl"))
 
 
-def _with_defaults(recorded: Record, defaults: Record) -> Record:
-    filled = defaults | recorded
-    for name, value in defaults.items():
-        if isinstance(value, dict) and isinstance(filled[name], dict):
-            filled[name] = _with_defaults(filled[name], value)
-    return filled
+def run_behind(model: str | Path) -> Path | None:
+    """The folder of the training run that made a model, if it is on this machine: RUN of RUN/model."""
+    run = Path(model).parent
+    begun = all((run / name).is_file() for name in ("run.json", "log.jsonl"))
+    return run if Path(model).name == "model" and begun else None
+
+
+def read_runs_behind(models: Iterable[str], say: Callable[[str], None]) -> list[TrainingRun]:
+    """The training runs that made some models (folders or Hub ids), without those that cannot be read."""
+    runs = []
+    for folder in dict.fromkeys(filter(None, map(run_behind, models))):
+        try:
+            runs.append(read_run(folder))
+        except UserError as error:
+            say(f"the report leaves out the training run in {folder}: {error}")
+    return runs
 
 
 def _read_log(path: Path) -> tuple[list[LogLine], bool]:
@@ -308,3 +120,163 @@ def _read_log(path: Path) -> tuple[list[LogLine], bool]:
     if not lines:
         raise UserError(f"{path} holds no step yet; wait for the run's first one")
     return lines, len(lines) < sum(bool(text.strip()) for text in texts)
+
+
+# ---- tables
+
+
+def run_table(run: TrainingRun) -> Table:
+    """The facts of a run: its folder, status, recipe, speed and losses."""
+    mixture, status = run.recipe["data"]["mixture"], run.record.status
+    seconds = sum(line.timing.seconds for line in run.lines if line.timing)
+    pairs: Pairs = [
+        ("folder", str(run.folder)),
+        ("status", status if status == "finished" else f"{status}: not finished, or stopped before its end"),
+        ("model", run.recipe["model"]),
+        ("mixture", f"{run.record.mixture}, {mixture}" if run.record.mixture else mixture),
+        *recipe(run),
+        ("seconds of training", f"{seconds:,.1f}"),
+    ]
+    if speeds := [speed for _, speed in run.points("timing.tokens_per_second")]:
+        pairs.append(("tokens per second (median)", f"{statistics.median(speeds):,.5g}"))
+    if counted := [line for line in run.lines if line.loss is not None and not line.dropped]:
+        marks = {"first": counted[0], "last": counted[-1], "lowest": min(counted, key=attrgetter("loss"))}
+        shown = [f"{which} {line.loss:.4g} (step {line.step:,})" for which, line in marks.items()]
+        pairs.append(("loss", ", ".join(shown)))
+    if run.cut:
+        pairs.append(("log", "the last line was cut short and is left out"))
+    return facts(pairs)
+
+
+def recipe(run: TrainingRun) -> Pairs:
+    """How a run trained: objective, steps, weights, the options of optimizer and schedule, and the device."""
+    given, data, goal = run.recipe, run.recipe["data"], run.recipe["objective"]
+    batch = f"{data['batch_size']} sequences of {data['sequence_length']:,} tokens"
+    pairs: Pairs = [
+        ("objective", objective(goal["kind"], run.reference)),
+        ("tokens", f"{run.tokens:,}"),
+        ("steps", f"{run.lines[-1].step:,} of {given['max_steps']:,}, each {batch}"),
+        ("weights trained", _weights_trained(run)),
+    ]
+    options = {f"{group}.{key}": value for group in ("optimizer", "schedule") for key, value in given[group].items()}
+    if goal["kind"] == "distillation":
+        options |= {f"objective.{key}": goal[key] for key in ("temperature", "layer_coefficient")}
+    pairs += [(key, _short(value)) for key, value in options.items() if value is not None]
+    if (beta := run.record.balance_coefficient) is not None:
+        pairs.append(("load-balance weight", f"{beta:g}"))
+    if learned := given["shared_heads"]:
+        pairs.append(("shared heads learned over", f"{learned['steps']:,} steps, {learned['number']} per layer"))
+    if dropped := [line for line in run.lines if line.dropped]:
+        listed = "; ".join(f"{line.step:,}: {line.dropped}" for line in dropped[:_DROPPED])
+        more = "; …" if len(dropped) > _DROPPED else ""
+        pairs.append(("steps dropped as diverging", f"{len(dropped):,} ({listed}{more})"))
+    if run.record.compute_dtype:
+        pairs.append(("compute dtype", run.record.compute_dtype))
+    pairs.append(("seed", str(given["seed"])))
+    if device := run.record.device:
+        processes, name = run.record.processes or 1, run.record.device_name
+        named = f"{device} ({name})" if name else device
+        pairs.append(("device", f"{named}, {processes} process{'es' if processes > 1 else ''}"))
+    return pairs
+
+
+def objective(kind: str, teacher: ReferenceKind) -> str:
+    """An objective in words."""
+    if kind == "distillation":
+        return f"distillation, teacher: {REFERENCES[teacher]}"
+    return "cross-entropy on the text" if kind == "cross_entropy" else kind
+
+
+def _weights_trained(run: TrainingRun) -> str:
+    """Which weights a run trained, by kind."""
+    names = {"base": "the dense model", "adapters": "adapters", "routers": "routers", "fallbacks": "fallbacks"}
+    counts = {kind: (run.record.parameters or {}).get(f"trained_{kind}") for kind in names}
+    text = ", ".join(f"{count:,} of {names[kind]}" for kind, count in counts.items() if count) or "not on record"
+    if (lora := run.recipe["lora"]) is not None:
+        base = f" on weights in {run.recipe['quantization']}" if run.recipe["quantization"] else ""
+        text += f" (LoRA of rank {lora['rank']}{base}, merged)"
+    return text
+
+
+def receipt(run: TrainingRun) -> Table | None:
+    """The tokens that a run read of each source so far, most first; None if the log does not have them."""
+    read = run.record.data_read
+    if read is None:  # the run goes on
+        tokens = run.lines[-1].tokens_of_source or {}
+        total = sum(tokens.values())
+        read = {name: {"tokens": count, "share": count / total if total else None} for name, count in tokens.items()}
+    ranked = sorted(read.items(), key=lambda item: -item[1]["tokens"])
+    shown = ranked[:_SOURCES]
+    if others := [entry for _, entry in ranked[_SOURCES:]]:
+        sums = {key: sum(entry.get(key) or 0 for entry in others) for key in others[0] if key != "epochs"}
+        shown.append((f"{len(others):,} others", sums))
+    forms = {"weight": ".2%", "share": ".2%", "tokens": ",.0f", "epochs": "#.3g", "repeated_tokens": ",.0f"}
+    rows = [[name, *(show_number(entry.get(key), form) for key, form in forms.items())] for name, entry in shown]
+    head = ["source", "planned share", "realised share", "tokens", "epochs", "repeated tokens"]
+    return Table(head, rows) if rows else None
+
+
+def held_out_table(run: TrainingRun) -> Table | None:
+    """Scores on held-out text over training, the saved model's last; None if the run has no scores."""
+    lines, saved = run.scored, run.record.evaluation
+    if len(lines) > _SCORES:
+        kept = {round(index * (len(lines) - 1) / (_SCORES - 1)) for index in range(_SCORES)}
+        lines = [lines[index] for index in sorted(kept)]
+    rows = [[f"{line.tokens or 0:,}", *_figures(line.validation), *_health(line.routing)] for line in lines]
+    if saved:
+        rows.append([f"{run.tokens:,} (saved model)", *_figures(saved), *_health(None)])
+    scores = ["documents", "perplexity", "reference's", "ratio", "KL", "same top-1 %"]
+    head = ["tokens", *scores, "dead heads", "tokens with other heads %"]
+    return Table(head, rows, text=0).without_empty_columns() if rows else None
+
+
+def _figures(scores: Scores) -> list[str]:
+    return [
+        show_number(scores.documents, ","),
+        show_number(scores.perplexity, "#.5g"),
+        show_number(scores.reference_perplexity, "#.5g"),
+        show_figure(scores.ratio, scores.ratio_interval, "#.5g"),
+        show_figure(scores.kl, scores.kl_interval, "#.3g"),
+        show_number(scores.top1_agreement, ".2f", 100),
+    ]
+
+
+def _health(routing: Routing | None) -> list[str]:
+    if routing is None:
+        return ["-", "-"]
+    dead = f"{sum(routing.dead_heads)} of {sum(map(len, routing.load))}"
+    return [dead, show_number(routing.tokens_with_other_heads, ".2f", 100)]
+
+
+def held_out_note(run: TrainingRun) -> str:
+    """What the scores of `held_out_table` are of, and how to read them."""
+    saved, scored, reference = run.record.evaluation, run.scored, in_words([run.reference])[0]
+    if not saved and not scored:
+        return "Not measured: the run scored no held-out text."
+    last = saved or scored[-1].validation
+    notes = [f"Scored on {last.tokens:,} tokens of text held out from the same mixture, with the head plan's budget."]
+    if last.kl is not None:
+        notes.append(f"Ratio of perplexities and KL (nats per token): to {reference}.")
+    if last.kl_interval or last.ratio_interval:
+        notes.append("In brackets: 95 % intervals over the documents.")
+    health = [line.routing for line in scored if line.routing]
+    if any(any(found.load) for found in health):
+        notes.append("Dead heads: routed heads that no token selects.")
+    if any(found.tokens_with_other_heads is not None for found in health):
+        notes.append(
+            "Tokens with other heads: other than before the first step, mean over the layers with a router, "
+            "without tokens that have all heads on."
+        )
+    if saved and saved.kl is not None and saved.dtype:
+        notes.append(f"The saved model and {reference} were scored in {saved.dtype}.")
+    if saved and saved.all_heads_kl is not None:
+        kl = f"{saved.all_heads_kl:#.3g}" if saved.all_heads_kl else "exactly 0"
+        notes.append(f"With every head on, the saved model has a KL of {kl} to {reference}.")
+    return " ".join(notes)
+
+
+def _short(value: Any) -> str:
+    """An option's value in few characters."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value).replace('"', "")

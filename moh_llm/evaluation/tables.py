@@ -1,12 +1,11 @@
-"""The tables of an evaluation, for reports and model cards: scores, models, settings, heads, long context."""
+"""The tables of an evaluation, for reports and model cards: scores, models, settings, heads."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_llm.claims.evaluation import mean_heads_on
+from moh_llm.claims import mean_heads_on
 from moh_llm.evaluation.rendering import Table, facts
 from moh_llm.intervals import show_error, show_figure, show_number, within
-from moh_llm.records.conversion import PositionFigures, RetrievalFigures
 from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Figures, ModelRecord, Share, Value
 
 _CHANCE = (
@@ -89,7 +88,7 @@ def model_table(record: EvaluationRecord) -> Table:
 
 
 def settings_table(record: EvaluationRecord) -> Table:
-    """The settings of the run; a merged evaluation may have several values."""
+    """The settings of the evaluation."""
     return facts(
         [
             ("data", record.data),
@@ -118,42 +117,6 @@ def head_table(analyses: Mapping[str, dict[str, Any]]) -> Table:
         rows.append([label, *figures, f"{found['device']}, {found['dtype']}"])
     prompts = ["heads on, on the prompts", "of all", "tokens read"]
     return Table(["model", "heads asked for per layer", "of all", *prompts, "timed on"], rows, text=7)
-
-
-def similarity_table(found: dict[str, Any]) -> Table | None:
-    """Similarity of heads, mean over layers (Tab. B of the paper)."""
-    rows = []
-    for key, title in (("mean_patterns", "attention patterns"), ("mean_outputs", "head outputs")):
-        if found["moh"][key] is not None and found["all_heads"][key] is not None:
-            rows.append([title, f"{found['moh'][key]:.3f}", f"{found['all_heads'][key]:.3f}"])
-    return Table(["", "MoH", "all heads on"], rows) if rows else None
-
-
-def token_table(found: dict[str, Any]) -> Table:
-    """The heads of the last routed layer that are on for each token of a sentence."""
-    on_by_token, shared = found["token_heads"]["on"][-1], found["head_load_by_text"]["shared_heads"]
-    heads = range(len(on_by_token[0]))
-    rows = [
-        [token, *("shared" if head in shared else "on" if on[head] else "off" for head in heads)]
-        for token, on in zip(found["token_heads"]["tokens"], on_by_token, strict=True)
-    ]
-    return Table(["token", *map(str, heads)], rows, style="tokens")
-
-
-def long_context_tables(by_position: Sequence[PositionFigures], retrieval: Sequence[RetrievalFigures]) -> list[Table]:
-    """The converted model by position in a document, and what it retrieves; no table without figures."""
-    tables = []
-    if by_position:
-        rows = [
-            [f"from {part.start}", f"{part.tokens:,}", f"{part.perplexity_ratio:#.5g}", f"{part.kl:#.3g}"]
-            for part in by_position
-        ]
-        tables.append(Table(["position in the document", "tokens", "ratio to base's", "KL to base, nats"], rows))
-    if retrieval:
-        rows = [[one.task, str(one.asked), str(one.base), str(one.converted)] for one in retrieval]
-        head = ["out of the fallbacks' sight", "asked", "the base finds", "the converted model finds"]
-        tables.append(Table(head, rows))
-    return tables
 
 
 def _model_facts(about: ModelRecord) -> dict[str, str]:

@@ -15,11 +15,9 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import Environment
 
-from moh_llm import flops
-from moh_llm.claims import conversion as conversion_claims
-from moh_llm.claims import evaluation as evaluation_claims
+from moh_llm import claims, flops
 from moh_llm.errors import UserError
-from moh_llm.evaluation import run_tables, tables
+from moh_llm.evaluation import runs, tables
 from moh_llm.evaluation.rendering import Safe, address, facts, markdown_templates, plain, visible
 from moh_llm.evaluation.runs import TrainingRun
 from moh_llm.files import write_text
@@ -294,7 +292,7 @@ def _templates() -> Environment:
         "string_literal": lambda value: Safe(json.dumps(visible(value), ensure_ascii=False)),
     }
     templates.globals |= {
-        "claims": {"conversion": conversion_claims, "evaluation": evaluation_claims},
+        "claims": claims,
         "forward_flops": flops.forward_flops,
         "stated_lengths": flops.stated_lengths,
         "in_words": in_words,
@@ -302,7 +300,7 @@ def _templates() -> Environment:
         "entry_names": _entry_names,
         "unrecorded": _unrecorded,
         "tables": tables,
-        "run_tables": run_tables,
+        "runs": runs,
         "facts": facts,
     }
     return templates

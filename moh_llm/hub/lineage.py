@@ -11,7 +11,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.runs import TrainingRun, read_runs, runs_behind
+from moh_llm.evaluation.runs import TrainingRun, read_run, run_behind
 from moh_llm.files import check_links
 from moh_llm.reading import YAML_BYTES, expand_home, parse_yaml, read_text
 from moh_llm.records.conversion import Chain, Conversion, ConversionEntry
@@ -119,19 +119,20 @@ def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
         UserError: a record cannot be read or is malformed, or ``folder`` is the model that ``run`` started from.
     """
     records = read_records(folder, licences=True)
-    runs = read_runs(runs_behind([str(folder.resolve())]) if run is None else [run])
+    place = run_behind(folder.resolve()) if run is None else run
+    trained = read_run(place) if place else None
     if run is not None and (made_there := run / "model").resolve() != folder.resolve():
-        began_with = runs[0].record.model
+        began_with = trained.record.model
         if began_with.sha256 == identify(str(folder)).sha256:
             raise UserError(
                 f"{folder} is the model that the run in {run} started from, not its result; name {made_there}"
             )
     changed = records.changed
-    if runs and not changed and (made := runs[0].record.made) and (part := made.difference(records.model)):
-        changed = f"it has {part} other than the model that the run in {runs[0].folder} made"
+    if trained and not changed and (made := trained.record.made) and (part := made.difference(records.model)):
+        changed = f"it has {part} other than the model that the run in {trained.folder} made"
     if changed:
         return Lineage(folder, records.without_figures(changed).conversion, None, changed=changed, note=records.note)
-    return Lineage(folder, records.conversion, runs[0] if runs else None, records.chain, note=records.note)
+    return Lineage(folder, records.conversion, trained, records.chain, note=records.note)
 
 
 def is_hub_id(name: str) -> bool:

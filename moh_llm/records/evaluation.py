@@ -185,14 +185,13 @@ class SuiteRecord(Record):
 
 
 class EvaluationRecord(Record):
-    """An evaluation, or several side by side.
+    """An evaluation.
 
     Attributes:
         models: by label; the base's is "base".
         limit: items of each task; None: all.
         partial_data: benchmarks whose data lacks items.
         analysis: what the heads of MoH models did, by label (`moh_llm.analysis`).
-        training: figures of the training runs behind the models.
     """
 
     version: Literal[2] = VERSION
@@ -213,7 +212,6 @@ class EvaluationRecord(Record):
     command: str
     created: str
     analysis: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    training: dict[str, Any] | None = None
 
     @property
     def compared_models(self) -> list[str]:

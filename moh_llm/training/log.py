@@ -15,7 +15,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from moh_llm.claims.training import held_out_scores
+from moh_llm.claims import held_out_scores
 from moh_llm.errors import UserError, printable
 from moh_llm.records.run import LogLine, Routing, Timing
 from moh_llm.terminal import console

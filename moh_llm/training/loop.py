@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from moh_llm.claims.training import held_out_scores
+from moh_llm.claims import held_out_scores
 from moh_llm.data.shards import tokens_for
 from moh_llm.data.stream import SequenceStream, make_receipt
 from moh_llm.data.windows import validation_batches

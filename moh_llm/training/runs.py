@@ -5,7 +5,7 @@ OUTPUT/run.json      recipe, model, data, versions; when finished also tokens, s
        checkpoints/  see `moh_llm.training.checkpoints`
        model/        the tuned model
        tensorboard/  see `moh_llm.training.log`
-       report/       what `moh-llm report` makes
+       report.*      what `moh-llm report` makes
 """
 
 import json
@@ -88,9 +88,10 @@ class Run:
             # `--model RUN/model --output_dir RUN` would remove the model before it is read.
             check_holds_none(self.folder, [config.model])
             # The record goes last: an interrupted removal still reads as a run.
-            for path in (self.model, self.checkpoints, self.folder / TRACKERS, self.folder / "report"):
+            for path in (self.model, self.checkpoints, self.folder / TRACKERS):
                 shutil.rmtree(path, ignore_errors=True)
-            for path in (self._log_path, self._record_path):
+            pages = self.folder / "report.html", self.folder / "report.md"
+            for path in (*pages, self._log_path, self._record_path):
                 path.unlink(missing_ok=True)
         record = read_run(config) or RunRecord(status="new", config={}, model=mark)
         if record.model != mark:

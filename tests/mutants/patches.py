@@ -450,7 +450,7 @@ PATCHES = (
     Patch(
         "a plan is claimed as what prompts read",
         "moh_llm/hub/templates/card.md",
-        "{% set read = claims.evaluation.mean_heads_on(analysis.head_load.load) %}",
+        "{% set read = claims.mean_heads_on(analysis.head_load.load) %}",
         "{% set read = planned %}",
         (f"{CLAIMS}::test_claims_state_what_is_so[local-True]",),
     ),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from recount import analysis, hashes, intervals, network, run_record
+from recount import analysis, hashes, intervals, network
 from recount.leaves import PLACE, TIME, Exempt
 from recount.prompts import Item, items
 from recount.training import Run
@@ -127,7 +127,6 @@ def expected_report(evaluation: Evaluation) -> dict[str, Any]:
         "command": Exempt("the command line"),
         "created": PLACE,
         "analysis": {"model": analysis.expected(evaluation.tokenizer, evaluation.tuned)},
-        "training": run_record.expected_summary(evaluation),
     }
 
 

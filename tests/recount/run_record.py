@@ -88,44 +88,6 @@ def expected_lineage(run: Run) -> dict[str, Any]:
     return {"entries": [*conversion.expected_lineage(run)["entries"], entry]}
 
 
-def expected_summary(run: Run) -> dict[str, Any]:
-    """What a report says of the run: its `training`."""
-    return {
-        "runs": [_summary_of_run(run)],
-        "groups": {"run": ["run"]},
-        "differences": {},
-        "comparison": [],
-        "command": Exempt("the command line"),
-    }
-
-
-def _summary_of_run(run: Run) -> dict[str, Any]:
-    losses = [(line["loss"], line["step"]) for line in run.log if "loss" in line]
-    lowest = min(losses, key=lambda pair: pair[0].value)
-    marks = {"first": losses[0], "last": losses[-1], "lowest": lowest}
-    return {
-        "name": "run",
-        "folder": str(run.run),
-        "status": "finished",
-        "seed": 0,
-        "steps": STEPS,
-        "tokens": STEPS * run.recipe["data"]["batch_size"] * SEQUENCE,
-        "seconds": TIME,
-        "tokens_per_second": TIME,
-        "loss": {name: {"step": step, "loss": loss} for name, (loss, step) in marks.items()},
-        "dropped": {},
-        "scores": [
-            {"tokens": 0, **line, "ratio": _ratio(line["validation"])} for line in run.log if "validation" in line
-        ],
-        "saved_model": {**run.saved, "ratio": _ratio(run.saved)},
-    }
-
-
-def _ratio(scores: dict[str, Any]) -> Any:
-    other = scores.get("reference_perplexity")
-    return scores["perplexity"] / other if other else None
-
-
 def _config(asked: Any, recorded: Any) -> Any:
     """What was asked for; keys that were not have a default, which is a setting and no figure."""
     if not isinstance(asked, dict):

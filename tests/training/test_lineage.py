@@ -129,8 +129,8 @@ def test_without_its_base_a_run_is_against_what_it_began_with_and_says_so(place:
     assert record["evaluation"]["kl"] == pytest.approx(wanted.kl, rel=1e-4)
     sections = check_card(card_of(two))
     assert "base" not in sections["Recovery"] + sections["Training"]
-    assert main(["report", str(two), "--output", str(place / "report")]) == 0
-    page = (place / "report" / "report.md").read_text()
+    assert main(["report", str(two)]) == 0
+    page = (two / "report.md").read_text()
     assert "model it began with, all heads on" in page and not re.search(r"the base\b|base's", page)
 
 

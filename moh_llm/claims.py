@@ -1,11 +1,81 @@
-"""The result of an evaluation in one sentence per model, and what a reader must know before quoting it."""
+"""Sentences about a model, each made of typed record fields by one function.
+
+Cards, reports, logs and the last lines of commands print these sentences. A function returns None where the records do
+not support its sentence. Text that only the card has is in its template, `moh_llm/hub/templates/card.md`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Row, Share
+from moh_llm.intervals import show_documents, show_figure
+from moh_llm.records.conversion import REFERENCES, Conversion, Parameters, Verification, distinct_ends
+from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Share
+from moh_llm.records.run import Scores
 
-_NAMED = 3  # benchmarks listed before "and N more"
+# ---- a conversion
+
+
+def heads_read(verification: Verification | None, heads: int, trained_since: bool = False) -> str | None:
+    """Heads per token on the held-out text of the conversion, averaged over tokens and layers.
+
+    Args:
+        verification: what the conversion measured.
+        heads: number of attention heads in a layer.
+        trained_since: whether the model was trained after the conversion.
+    """
+    if verification is None or (read := verification.heads_read) is None:
+        return None
+    when = "As converted, before training, tokens" if trained_since else "Tokens"
+    return (
+        f"{when} of the conversion's held-out text had {read:.4g} of {heads} heads on ({read / heads:.1%}), averaged "
+        "over layers."
+    )
+
+
+def calibration_text(conversion: Conversion) -> str:
+    """The text that routers and fallbacks were fitted to, and the share of each source."""
+    calibration = conversion.calibration
+    if calibration is None:
+        return "The conversion fitted nothing to text."
+    read, total = calibration.tokens_of_source, max(1, calibration.tokens)
+    names = distinct_ends(list(read))
+    parts = [f"{name} ({count / total:.2%})" for name, count in zip(names, read.values(), strict=True)]
+    return f"The conversion was fitted to {calibration.tokens:,} tokens from: {', '.join(parts)}."
+
+
+def parameters_added(parameters: Parameters) -> str:
+    """Number of weights of the base, and of those that the conversion adds."""
+    added = f"{parameters.moh - parameters.dense:,} in routers and fallbacks"
+    if parameters.routers is not None and parameters.fallbacks is not None:
+        added = f"{parameters.routers:,} in routers, {parameters.fallbacks:,} in fallbacks"
+    return f"{parameters.dense:,} of the base, {added}"
+
+
+def conversion_took(conversion: Conversion) -> str:
+    """Time and peak memory of a conversion."""
+    return (
+        f"{conversion.seconds:.1f} s, without the start of Python and its libraries, on {conversion.device}, in "
+        f"{conversion.compute_dtype}, {conversion.peak_memory_mib} MiB at most"
+    )
+
+
+# ---- a training run
+
+
+def held_out_scores(scores: Scores) -> str:
+    """Scores on held-out text, as a clause for a line of the terminal."""
+    text = (
+        f"perplexity {scores.perplexity:.3f} on {scores.tokens} held-out tokens of {show_documents(scores.documents)}"
+    )
+    if scores.reference is not None:
+        kl = show_figure(scores.kl, scores.kl_interval, ".4f")
+        text += f"; {REFERENCES[scores.reference]}: {scores.reference_perplexity:.3f}, KL to it {kl}"
+    if scores.all_heads_kl is not None:
+        text += f", with all heads on {scores.all_heads_kl:.4f}"
+    return text
+
+
+# ---- an evaluation
 
 
 def verdict(report: EvaluationRecord, label: str, called: str | None = None) -> str:
@@ -149,12 +219,9 @@ def _caution(report: EvaluationRecord) -> str:
     """What limits the figures of a verdict; empty if nothing does."""
     if report.limit is not None:
         return f"ONLY {report.limit} ITEM{'S' if report.limit > 1 else ''} A TASK (--limit): "
-    parts = [_part(row) for row in report.benchmarks if row.name in report.partial_data]
-    if not parts:
-        return ""
-    more = [f"and {len(parts) - _NAMED} more"] if len(parts) > _NAMED else []
-    return f"ONLY PART OF THE ITEMS ({', '.join(parts[:_NAMED] + more)}): "
-
-
-def _part(row: Row) -> str:
-    return f"{row.name} {min(figures.items for figures in row.scores.values())} of {row.items_in_full}"
+    parts = [
+        f"{row.name} {min(figures.items for figures in row.scores.values())} of {row.items_in_full}"
+        for row in report.benchmarks
+        if row.name in report.partial_data
+    ]
+    return f"ONLY PART OF THE ITEMS ({', '.join(parts)}): " if parts else ""
