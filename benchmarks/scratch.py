@@ -34,8 +34,7 @@ How large each method is made:
   than that of grouped-query attention, `dense-gqa`, which the paper compares with.
 - Mixtral: grouped queries, and per token as many FLOPs of the feed-forward network as the dense model. It is here to be
   converted (`scratch.py --save`), not to be compared.
-- MoH with learned shared heads (`-learned-N`): `moh_llm.training.shared_heads`, over the first half of the steps;
-  `-first-N` is the same but for the shared heads, which are the first. Both route in one stage.
+- `-first-N`: MoH that routes in one stage, with N shared heads.
 - `moh-100`: MoH with all heads on, so that its difference to the dense model is due to the weights of its gates.
 - Static: the heads that are off do not exist, keys and values included, so that it has fewer parameters.
 - `-averaged`: outputs of heads are averaged, not summed, as MoH's weights do at first; no head is off, and none routed.
@@ -47,7 +46,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,23 +88,14 @@ from moh_llm.flops import forward_flops, forward_parts
 from moh_llm.intervals import Interval, show_interval
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch, logits_of, sums_by_document
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.reading import read_json
-from moh_llm.training.config import SharedHeadsConfig
-from moh_llm.training.shared_heads import (
-    BETAS,
-    LOGITS,
-    fix_shared_heads,
-    learn_shared_heads,
-    rate_of_logits,
-    set_temperature,
-)
-from moh_llm.training.step import is_decayed, warmup_cosine
+from moh_llm.training.step import BETAS, is_decayed, warmup_cosine
 
 END = "<end>"
 SETTINGS = "corpora", "size", "tokens", "context", "batch", "learning_rate", "mixed_precision", "held_out_tokens"
 SHARES = 75, 50  # percent of the heads that are on
-SHARED = 1 / 8, 1 / 4, 1 / 2  # of the heads, where they are learned
+SHARED = 1 / 8, 1 / 4, 1 / 2  # of the heads, in one stage
 BALANCE = 0, 0.001, 0.1  # weights of MoH's load-balance loss beside the paper's 0.01
 RESAMPLES = 2000
 LINE = "{:<30}{:>12}{:>14}{:>12}{:>10}{:>10}  {:<20}{:>8}{:>9}"
@@ -137,23 +127,15 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Method:
-    """A model to train: its config, MoH's where it is one, and the attention that takes the place of LLaMA's.
-
-    With `learns_shared` training finds out which heads are the shared ones of the config.
-    """
+    """A model to train: its config, MoH's where it is one, and the attention that takes the place of LLaMA's."""
 
     config: LlamaConfig | MixtralConfig
     attention: Callable[[LlamaConfig], BaselineAttention] | None = None
-    learns_shared: bool = False
 
     def make(self) -> PreTrainedModel:
         """The model with random weights, drawn from torch's generator."""
         if self.attention is not None:
             return BaselineForCausalLM(self.config, self.attention)
-        if self.learns_shared:
-            model = MoHLlamaForCausalLM(MoHLlamaConfig(**self.config.to_dict() | {"num_shared_heads": 0}))
-            learn_shared_heads(model, self.config.num_shared_heads)
-            return model
         return AutoModelForCausalLM.from_config(self.config)
 
     def flops_per_token(self, length: int) -> float:
@@ -171,8 +153,7 @@ class Method:
     def parameters(self) -> tuple[int, int]:
         """Number of parameters, and of those that are not in the embeddings of input and output."""
         with torch.device("meta"):
-            final = replace(self, learns_shared=False).make()
-            counts = {name: weight.numel() for name, weight in final.named_parameters()}
+            counts = {name: weight.numel() for name, weight in self.make().named_parameters()}
         inner = sum(n for name, n in counts.items() if "embed_tokens" not in name and "lm_head" not in name)
         return sum(counts.values()), inner
 
@@ -220,9 +201,7 @@ def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Me
         if shared != usual.num_shared_heads:
             methods[f"{name}-shared-{shared}"] = moh(fields, active, num_shared_heads=shared)
     for shared in sorted({max(1, round(share * size.heads)) for share in SHARED}):
-        first = moh(fields, active, num_shared_heads=shared, **one_stage)
-        methods[f"{name}-first-{shared}"] = first
-        methods[f"{name}-learned-{shared}"] = replace(first, learns_shared=True)
+        methods[f"{name}-first-{shared}"] = moh(fields, active, num_shared_heads=shared, **one_stage)
     for weight in BALANCE:
         methods[f"{name}-balance-{weight:g}"] = moh(fields, active, head_balance_coef=float(weight))
     return methods, compared
@@ -430,24 +409,18 @@ def opened(
 
 def train(model: PreTrainedModel, stream: SequenceStream, steps: int, args: argparse.Namespace, bar: tqdm) -> None:
     """Train a model on the first sequences of the stream. Raises UserError where the loss is not finite."""
-    groups = {(True, False): [], (False, False): [], (False, True): []}  # decayed; logits of shared heads
+    groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
     for name, weight in model.named_parameters():
-        groups[is_decayed(name, weight), name.endswith(LOGITS)].append(weight)
-    learning = steps // 2 if groups[False, True] else 0  # steps
+        groups[is_decayed(name, weight)].append(weight)
     optimizer = torch.optim.AdamW(
-        [
-            {"params": weights, "weight_decay": 0.1 * decayed, "logits": logits}
-            | {"betas": BETAS if logits else (0.9, 0.95)}
-            for (decayed, logits), weights in groups.items()
-        ],
+        [{"params": weights, "weight_decay": 0.1 * decayed} for decayed, weights in groups.items()],
+        betas=BETAS,
         fused=True,
     )
     highest = args.learning_rate
     model.train()
     for step in range(steps):
         batch = {name: tensor.to(model.device) for name, tensor in stream.batch(step * args.batch, args.batch).items()}
-        if learning:
-            set_temperature(model, step, learning)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=args.mixed_precision == "bf16"):
             loss = model(**batch, use_cache=False).loss
         if not loss.isfinite():
@@ -456,14 +429,10 @@ def train(model: PreTrainedModel, stream: SequenceStream, steps: int, args: argp
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = warmup_cosine(step, steps // 20, steps, highest / steps, highest, highest / 10)
-            if group["logits"]:
-                group["lr"] = rate_of_logits(step, max(1, learning), SharedHeadsConfig.learning_rate)
         optimizer.step()
         optimizer.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
         bar.update()
-    if learning:
-        fix_shared_heads(model)
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ def write_run(
     for step in range(1 + steps):
         line: Record = {"step": step}
         if step:
-            line |= {"tokens": step * 32, "loss": 0.3 / step, "kl": 0.2 / step, "heads_asked": 2.0, "heads_read": 2.5}
+            line |= {"tokens": step * 32, "loss": 0.3 / step, "kl": 0.2 / step, "heads_read": 2.5}
             line["timing"] = {"seconds": 0.25 * step, "tokens_per_second": 100.0 + step}
         if step % 3 == 0 and step < 3 * scores:
             line["validation"] = saved | {"perplexity": 30.0 - step, "kl": 0.5 / (step + 1)}

@@ -1,12 +1,24 @@
-"""Reading the folder of a training run, and making a finished run an interrupted one."""
+"""Recipes with flags over them, reading the folder of a training run, and making a finished run an interrupted one."""
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+
+from moh_llm.flags import OptionParser
+from moh_llm.recipe import read_options, recipe_values
+from moh_llm.training.config import TrainConfig
+
+
+def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """A recipe with flags over it, as `moh-llm train` reads them."""
+    parser = OptionParser(add_help=False)
+    parser.add_options(TrainConfig, joint="_")
+    return read_options(TrainConfig, [*recipe_values(recipe), *parser.parse_args(overrides).given])
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

@@ -106,7 +106,7 @@ def run_charts(run: TrainingRun) -> "list[Chart]":
         ("Loss that is minimised", "loss", {"loss": "loss"}),
         (f"KL to {name}", "nats per token", {"KL": "kl"}),
         ("Cross-entropy", "nats per token", {"cross-entropy": "cross_entropy"}),
-        ("Heads per token, mean over layers", "heads", {"asked for": "heads_asked", "on": "heads_read"}),
+        ("Heads per token, mean over layers", "heads", {"on": "heads_read"}),
         ("Gradient before clipping", "l2 norm", {"norm": "gradient_norm"}),
     ]
     if not run.points("validation.ratio"):

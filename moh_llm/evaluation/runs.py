@@ -159,13 +159,9 @@ def recipe(run: TrainingRun) -> Pairs:
         ("weights trained", _weights_trained(run)),
     ]
     options = {f"{group}.{key}": value for group in ("optimizer", "schedule") for key, value in given[group].items()}
-    if goal["kind"] == "distillation":
-        options |= {f"objective.{key}": goal[key] for key in ("temperature", "layer_coefficient")}
     pairs += [(key, _short(value)) for key, value in options.items() if value is not None]
     if (beta := run.record.balance_coefficient) is not None:
         pairs.append(("load-balance weight", f"{beta:g}"))
-    if learned := given["shared_heads"]:
-        pairs.append(("shared heads learned over", f"{learned['steps']:,} steps, {learned['number']} per layer"))
     if dropped := [line for line in run.lines if line.dropped]:
         listed = "; ".join(f"{line.step:,}: {line.dropped}" for line in dropped[:_DROPPED])
         more = "; …" if len(dropped) > _DROPPED else ""
@@ -193,8 +189,7 @@ def _weights_trained(run: TrainingRun) -> str:
     counts = {kind: (run.record.parameters or {}).get(f"trained_{kind}") for kind in names}
     text = ", ".join(f"{count:,} of {names[kind]}" for kind, count in counts.items() if count) or "not on record"
     if (lora := run.recipe["lora"]) is not None:
-        base = f" on weights in {run.recipe['quantization']}" if run.recipe["quantization"] else ""
-        text += f" (LoRA of rank {lora['rank']}{base}, merged)"
+        text += f" (LoRA of rank {lora['rank']}, merged)"
     return text
 
 

@@ -130,14 +130,13 @@ class LogLine(Record):
     Other losses, learning rates and the gradient's norm are further numbers of a step; None where they are not finite.
 
     Attributes:
-        heads_asked, heads_read: heads per token that the budgets ask for, and that were on; mean over layers.
+        heads_read: heads that were on per token, mean over layers.
     """
 
     step: NonNegativeInt
     tokens: int | None = None
     loss: float | None = None
     dropped: str | None = None
-    heads_asked: float | None = None
     heads_read: float | None = None
     timing: Timing | None = None
     tokens_of_source: dict[str, int] | None = None

@@ -1,15 +1,55 @@
 """The options of a training run: a few frozen dataclasses (`moh_llm.options`)."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from moh_llm.errors import UserError
-from moh_llm.options import Names, Pair, Place, options
-from moh_llm.training.changed_options import REMOVED
+from moh_llm.options import Names, Place, options
 
 Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 GateGradient = Literal["exact", "sampled", "none"]
+
+_FINITE = "a step whose loss or gradient is not finite is left out, and 5 in a row end the run"
+_READERS = "a thread reads the next batch while one is trained on"
+_SHARED = "moh-llm convert chooses shared heads: --num-shared-heads, shared: importance"
+# Removed options, with what does their work.
+_REMOVED = {
+    "activation_offloading": "gradient_checkpointing keeps of each layer its input",
+    "checkpoint.every": "checkpoint.save_steps has the steps between checkpoints",
+    "checkpoint.keep_last": "checkpoint.save_total_limit says how many are kept",
+    "data.block_length": "data.sequence_length has the tokens per sequence",
+    "data.dataloader_num_workers": _READERS,
+    "data.num_workers": _READERS,
+    "divergence": _FINITE,
+    "divergence.action": _FINITE,
+    "divergence.most_in_a_row": _FINITE,
+    "divergence.spike_factor": _FINITE,
+    "divergence.window": _FINITE,
+    "evaluation.batch_size": "held-out text is scored in batches of data.micro_batch_size sequences",
+    "evaluation.every": "evaluation.eval_steps has the steps between two scores",
+    "gradient_checkpointing_every": "gradient_checkpointing recomputes every layer",
+    "hub.licence": "the licence on record is taken; moh-llm publish --licence names one that is not",
+    "hub.milestones": "moh-llm checkpoint export makes a model of a checkpoint, and moh-llm publish publishes it",
+    "hub.private": "create the repository as private on the Hub before the run; one that exists stays as it is",
+    "lora.dropout": "adapters have none",
+    "objective.layer_coefficient": "distillation compares next-token distributions alone",
+    "objective.temperature": "the distributions are compared as they are",
+    "optimizer.betas": "AdamW has 0.9 and 0.95",
+    "optimizer.epsilon": "AdamW has PyTorch's, 1e-8",
+    "optimizer.max_gradient_norm": "optimizer.max_grad_norm clips the gradients",
+    "output": "output_dir names the folder of the run",
+    "quantization": "lora trains adapters over weights in their own dtype; zero3 and fsdp2 divide these",
+    "save_dtype": "weights are saved in the dtype of model, which moh-llm convert --dtype chooses",
+    "schedule.anneal_steps": "heads are off from the first step",
+    "schedule.start_learning_rate": "warm-up rises from 1e-5",
+    "shared_heads": _SHARED,
+    "shared_heads.learning_rate": _SHARED,
+    "shared_heads.number": _SHARED,
+    "shared_heads.steps": _SHARED,
+    "sparse_gate_gradient": "gate_gradient says what routers learn from",
+    "trackers": "report_to names them",
+}
 
 
 def _require(holds: bool, message: str) -> None:
@@ -43,7 +83,7 @@ class DataConfig:
 
 @options("optimizer")
 class OptimizerConfig:
-    """AdamW."""
+    """AdamW with betas of 0.9 and 0.95."""
 
     learning_rate: PositiveFloat = 5e-5
     """Peak learning rate."""
@@ -54,15 +94,8 @@ class OptimizerConfig:
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices. Biases and norms have none."""
 
-    betas: Pair = (0.9, 0.95)
-    """Decay rates of AdamW's two moments."""
-
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are clipped to this L2 norm; null: not clipped."""
-
-    def __post_init__(self) -> None:
-        holds = all(0 <= beta < 1 for beta in self.betas)
-        _require(holds, f"optimizer.betas={list(self.betas)} must both lie in [0, 1)")
 
 
 @options("schedule")
@@ -75,9 +108,6 @@ class ScheduleConfig:
     final_learning_rate: NonNegativeFloat = 5e-6
     """Learning rate of the last step."""
 
-    anneal_steps: NonNegativeInt = 0
-    """Steps over which the active heads fall from all of them to the model's number; 0: at once."""
-
 
 @options("objective")
 class ObjectiveConfig:
@@ -86,22 +116,8 @@ class ObjectiveConfig:
     kind: Literal["distillation", "cross_entropy"] = "distillation"
     """`distillation`: KL to the base's next-token distribution; `cross_entropy`: to the text."""
 
-    temperature: PositiveFloat = 1.0
-    """Softmax temperature of both sides of the KL."""
-
     balance_coefficient: NonNegativeFloat | None = None
     """Weight of the load-balance loss; null: the model's `head_balance_coef`."""
-
-    layer_coefficient: NonNegativeFloat = 0.0
-    """Distillation: weight of the layers' squared distance to the base's; 0: none. The distance is relative to the size
-    of the base's layer outputs."""
-
-    def __post_init__(self) -> None:
-        _require(
-            self.layer_coefficient == 0 or self.has_teacher,
-            f"objective.layer_coefficient={self.layer_coefficient} needs the base to compare with: "
-            "set objective.kind to distillation",
-        )
 
     @property
     def has_teacher(self) -> bool:
@@ -119,28 +135,11 @@ class LoraConfig:
     alpha: PositiveFloat = 32.0
     """An adapter's output is scaled by alpha / rank."""
 
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapters' input."""
-
     target_modules: Names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Linear layers that get an adapter."""
 
     def __post_init__(self) -> None:
         _require(len(self.target_modules) > 0, "lora.target_modules is empty; name at least one, for example q_proj")
-
-
-@options("shared_heads")
-class SharedHeadsConfig:
-    """Learn which heads are shared, for a model without shared heads; null: they stay as they are."""
-
-    number: PositiveInt = 1
-    """Heads of each layer that become shared."""
-
-    steps: PositiveInt = 100
-    """Steps over which the choice is learned. From then on the shared heads are fixed."""
-
-    learning_rate: PositiveFloat = 0.05
-    """Peak learning rate of the heads' logits. It falls linearly to 0 in these steps."""
 
 
 @options("evaluation")
@@ -175,15 +174,6 @@ class CheckpointConfig:
         )
 
 
-@options("divergence")
-class DivergenceConfig:
-    """What happens at a step whose loss or gradient is not finite."""
-
-    action: Literal["stop", "skip", "roll_back"] = "stop"
-    """`stop`: end the run; `skip`: drop the step; `roll_back`: also go back to the last checkpoint's weights. Five
-    dropped steps in a row end the run."""
-
-
 @options("hub")
 class HubConfig:
     """What is published on the Hub, as `moh-llm publish` does; null: nothing. Under the base's licence."""
@@ -199,16 +189,7 @@ class HubConfig:
 class TrainConfig:
     """One training run."""
 
-    REMOVED: ClassVar[dict[str, str]] = REMOVED | {
-        "output": "output_dir names the folder of the run",
-        "trackers": "report_to names them",
-        "data.block_length": "data.sequence_length has the tokens per sequence",
-        "optimizer.max_gradient_norm": "optimizer.max_grad_norm clips the gradients",
-        "evaluation.every": "evaluation.eval_steps has the steps between two scores",
-        "checkpoint.every": "checkpoint.save_steps has the steps between checkpoints",
-        "checkpoint.keep_last": "checkpoint.save_total_limit says how many are kept",
-        "sparse_gate_gradient": "gate_gradient says what routers learn from",
-    }
+    REMOVED: ClassVar[dict[str, str]] = _REMOVED
 
     model: Place
     """Folder of a converted model."""
@@ -224,7 +205,7 @@ class TrainConfig:
     against it, also after several runs."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of data order, adapters and dropout."""
+    """Seed of data order and adapters."""
 
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     """`bf16`: forward and backward in bfloat16; `no`: in float32; `auto`: what is fast. Weights stay float32. `auto`
@@ -232,9 +213,6 @@ class TrainConfig:
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. It saves memory and takes about a third more time."""
-
-    activation_offloading: bool = False
-    """With `gradient_checkpointing`: keep layer inputs in CPU memory."""
 
     attn_implementation: Attention = "sdpa"
     """Attention where all heads are on. All but `sdpa` need a CUDA device. Layers with heads off choose their attention
@@ -244,10 +222,6 @@ class TrainConfig:
     """What routers learn from: the head less its fallback, for all tokens, a sample or none. `exact`: both are computed
     for every token. `sampled`: of the heads that are off one in 16 is computed and counts 16 times. `none`: routers
     learn from the load-balance loss alone. Frozen routers cost nothing extra with any of them."""
-
-    quantization: Literal["nf4"] | None = None
-    """`nf4`: the weights under the adapters in 4 bits (QLoRA); null: not quantized. By bitsandbytes, with `lora`; the
-    adapters are merged into the weights of the model folder."""
 
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -259,10 +233,8 @@ class TrainConfig:
     not train them either."""
 
     lora: LoraConfig | None = None
-    shared_heads: SharedHeadsConfig | None = None
     evaluation: HeldOutConfig = HeldOutConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    divergence: DivergenceConfig = DivergenceConfig()
     hub: HubConfig | None = None
 
     report_to: Names = ("tensorboard",)
@@ -270,30 +242,15 @@ class TrainConfig:
     knows."""
 
     def __post_init__(self) -> None:
-        for name in ("warmup_steps", "anneal_steps"):
-            steps = getattr(self.schedule, name)
-            holds = steps <= self.max_steps
-            _require(
-                holds, f"schedule.{name}={steps} must not exceed max_steps={self.max_steps}; lower it or train longer"
-            )
+        warmup = self.schedule.warmup_steps
         _require(
-            self.shared_heads is None or self.shared_heads.steps <= self.max_steps,
-            f"shared_heads.steps={self.shared_heads and self.shared_heads.steps} must not exceed "
-            f"max_steps={self.max_steps}; lower it or train longer",
+            warmup <= self.max_steps,
+            f"schedule.warmup_steps={warmup} must not exceed max_steps={self.max_steps}; lower it or train longer",
         )
         last, highest = self.schedule.final_learning_rate, self.optimizer.learning_rate
         _require(
             last <= highest,
             f"schedule.final_learning_rate={last} must not exceed optimizer.learning_rate={highest}; lower it too",
-        )
-        _require(
-            self.gradient_checkpointing or not self.activation_offloading,
-            "activation_offloading=True is about layers that are recomputed: set gradient_checkpointing to true",
-        )
-        _require(
-            self.quantization is None or self.lora is not None,
-            f"quantization={self.quantization} needs adapters, as 4-bit weights cannot be trained: set lora, or "
-            "quantization to null",
         )
         _require(
             not self.freeze_base or self.lora is None,
@@ -310,3 +267,29 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step reads."""
         return self.data.batch_size * self.data.sequence_length
+
+
+# Options and groups that a resumed run may change. `model`, `base` and the mixture are places: the record has hashes of
+# what they name, and those are compared.
+_PLACES = {"model", "output_dir", "base", "hub", "data.mixture"}
+_HARMLESS = {"gradient_checkpointing", "checkpoint", "report_to", "attn_implementation", "evaluation.eval_steps"}
+
+
+def changed_options(
+    recorded: dict[str, Any], current: dict[str, Any], finished: bool = False, prefix: str = ""
+) -> list[str]:
+    """Dotted options whose values differ between two recipes (nested dicts) and may not change on resume.
+
+    With ``finished`` those that leave the training curve as it was (``gradient_checkpointing``, say) count, too, since
+    they would have no effect. ``prefix`` is the group that the recipes are of.
+    """
+    may_change, changed = _PLACES if finished else _PLACES | _HARMLESS, []
+    for name in sorted(recorded.keys() | current.keys()):
+        old, new, option = recorded.get(name), current.get(name), prefix + name
+        if option in may_change or old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            changed += changed_options(old, new, finished, f"{option}.")
+        else:
+            changed.append(option)
+    return changed

@@ -1,10 +1,8 @@
 """Models to train from scratch: an architecture file and a tokenizer make a folder of random weights."""
 
 import difflib
-import math
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -24,13 +22,12 @@ from moh_llm.records.tensors import why_no_model
 # Without these a file would silently describe a model of another size.
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_POSITIVE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "initializer_range")
 
 
-def architecture_keys() -> dict[str, Any]:
-    """The keys of an architecture file with their types: the fields of `MoHLlamaConfig` that define the network."""
-    general = {field.name for field in fields(PreTrainedConfig)} | set(_TOKEN_IDS)
-    return {field.name: field.type for field in fields(MoHLlamaConfig) if field.name not in general}
+def architecture_keys() -> set[str]:
+    """The keys of an architecture file: the fields of `MoHLlamaConfig` that define the network."""
+    general = {field.name for field in fields(PreTrainedConfig)}
+    return {field.name for field in fields(MoHLlamaConfig)} - general - set(_TOKEN_IDS)
 
 
 def read_architecture(path: Path) -> MoHLlamaConfig:
@@ -40,44 +37,32 @@ def read_architecture(path: Path) -> MoHLlamaConfig:
         UserError: the file cannot be read, a key is unknown (the nearest known one is named) or missing, or the values
             make no model.
     """
-    if not path.exists():
-        raise UserError(f"architecture {path} does not exist; recipes/architectures has some")
     known, values = architecture_keys(), read_yaml(path)
     if not isinstance(values, dict):
         raise UserError(f"architecture {path} must hold `key: value` lines")
-    for name, value in values.items():
+    for name in values:
         if name in _TOKEN_IDS:
             raise UserError(f"{path}: {name} is taken from the tokenizer; remove it")
         if name not in known:
-            nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+            nearest = difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=0.0)[0]
             raise UserError(f"{path}: unknown key {name!r}; the nearest known key is {nearest!r}")
-        if name in _POSITIVE and isinstance(value, (int, float)) and not 0 < value < math.inf:
-            raise UserError(f"{path}: {name}={value} must be above 0")
-        if known[name] is float and type(value) is int:
-            values[name] = float(value)
     if absent := [name for name in NEEDED if name not in values]:
         raise UserError(f"{path} lacks {', '.join(absent)}; give each a number")
     try:
         config = MoHLlamaConfig(**values, **dict.fromkeys(_TOKEN_IDS))  # which checks the types
         config.validate()
-        _check_sizes(config)
+        # transformers accepts these two, and fails in the first forward pass.
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        if heads % groups:
+            raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}")
+        if config.head_dim % 2:
+            raise ValueError(f"head_dim={config.head_dim} must be even: rotary embedding turns pairs")
         with torch.device("meta"):
             MoHLlamaForCausalLM(config)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError, StrictDataclassError) as error:
         reason = why_no_model(error, values).rsplit("Error: ", 1)[-1]
         raise UserError(f"{path} makes no model: {reason}") from error
     return config
-
-
-def _check_sizes(config: MoHLlamaConfig) -> None:
-    """Raise ValueError for numbers that transformers accepts but that give no working model."""
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    if heads % groups:
-        raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}")
-    if config.head_dim % 2:
-        raise ValueError(f"head_dim={config.head_dim} must be even: rotary embedding turns pairs")
-    if not 0 <= config.head_balance_coef < math.inf:
-        raise ValueError(f"head_balance_coef={config.head_balance_coef} must not be negative")
 
 
 def initialise(

@@ -30,7 +30,6 @@ def step_line(
     rates: Mapping[str, float],
     gradient_norm: float,
     config: TrainConfig,
-    heads: list[int],
     began: float,
     peak_rate: float | None,
 ) -> LogLine:
@@ -42,17 +41,13 @@ def step_line(
         step, losses, gradient_norm, config: the step, what it measured, and the recipe.
         beta: weight of the load-balance loss; None: there is none.
         rates: learning rates by their names in the log.
-        heads: heads that each layer's budget asks for.
         began: when the step began, by `time.perf_counter`.
         peak_rate: tokens/s at the devices' peak, where it is known, for the model FLOPs utilisation.
     """
     seconds = time.perf_counter() - began
-    objective = config.objective
-    numbers = {"loss": losses.total(beta or 0.0, objective.layer_coefficient)}
-    if objective.has_teacher:
+    numbers = {"loss": losses.total(beta or 0.0)}
+    if config.objective.has_teacher:
         numbers["kl"] = losses.task
-    if objective.layer_coefficient:
-        numbers["layer_distance"] = losses.layers
     numbers |= {
         "cross_entropy": losses.cross_entropy,
         **({} if beta is None else {"balance_loss": losses.balance}),
@@ -64,7 +59,6 @@ def step_line(
         step=step,
         **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
         tokens=step * config.tokens_per_step,
-        heads_asked=sum(heads) / len(heads),
         heads_read=round(losses.heads_read, 6),
     )
     rate = config.tokens_per_step / seconds
@@ -91,7 +85,6 @@ _SHOWN = {
     "loss": ("loss", ".4f"),
     "kl": ("kl", ".4f"),
     "cross_entropy": ("ce", ".4f"),
-    "layer_distance": ("layers", ".4f"),
     "balance_loss": ("balance", ".3f"),
     "learning_rate": ("lr", ".1e"),
     "heads_read": ("heads on", ".2f"),

@@ -41,8 +41,8 @@ from moh_llm.training.runs import Run, describe_data, mark_model
 from moh_llm.training.saving import is_finished, save_network
 from moh_llm.training.scoring import RoutingCounts, evaluate, score_saved
 from moh_llm.training.sharding import build_networks
-from moh_llm.training.shared_heads import set_temperature
-from moh_llm.training.step import DivergenceWatch, accumulate_gradients, annealed_heads, seed_step, set_learning_rates
+from moh_llm.training.step import MOST_DROPPED, accumulate_gradients, seed_step, set_learning_rates, why_dropped
+from moh_llm.training.zero import by_deepspeed
 
 
 def train(
@@ -96,6 +96,7 @@ class _Training:
     def __init__(self, config: TrainConfig, accelerator: Accelerator, run: Run, say: Callable[[str], None]):
         self.config, self.accelerator, self.run, self.say = config, accelerator, run, say
         self.done, self.updates, self.seconds = 0, 0, 0.0  # steps made, updates of the weights, time of the steps
+        self.dropped = 0  # the last steps whose loss or gradient was not finite, one after the other
         # Scores and routing before any step, with which later ones are compared, in a resumed run too.
         self.start_scores: Scores | None = None
         self.start_routing: RoutingCounts | None = None
@@ -165,7 +166,8 @@ class _Training:
         self.checkpoints = CheckpointWriter(
             run.checkpoints, accelerator, nets.model, nets.optimizer, nets.weights, config.checkpoint
         )
-        self.watch = DivergenceWatch(config.divergence, run.trim_log(self.done if found else -1))
+        for line in run.trim_log(self.done if found else -1):
+            self.dropped = self.dropped + 1 if line.dropped else 0
         start_trackers(accelerator, config, self.done)
         self.say(
             f"{nets.counts['trained']:,} of {nets.counts['total']:,} weights are trained on "
@@ -230,34 +232,23 @@ class _Training:
         began = time.perf_counter()
         config, nets, beta = self.config, self.networks, self.balance_coefficient
         # Everything that varies is a function of the number of steps made.
-        made, plan = step - 1, nets.network.config
         seed_step(config, step, self.accelerator.process_index)
-        rates = set_learning_rates(nets.optimizer, config, made)
-        anneal, budgets = config.schedule.anneal_steps, plan.active_heads_per_layer
-        heads = annealed_heads(budgets, plan.num_attention_heads, made, anneal, plan.heads_per_group)
-        nets.network.set_active_heads(heads)
-        if config.shared_heads is not None:
-            set_temperature(nets.network, made, config.shared_heads.steps)
-
+        rates = set_learning_rates(nets.optimizer, config, step - 1)
         losses, norm = accumulate_gradients(self.accelerator, nets.model, batch, config, beta or 0.0)
-        # Judged before the weights are updated (DeepSpeed has updated them): checkpoints are of good steps only.
-        fault = self.watch.judge(step, losses.total(beta or 0.0, config.objective.layer_coefficient), norm)
-        self.checkpoints.copied.result()
+        fault = why_dropped(losses.total(beta or 0.0), norm)
+        self.dropped = self.dropped + 1 if fault else 0
+        # DeepSpeed leaves out a step whose gradient is not finite, but looks at no loss.
+        is_applied = by_deepspeed(self.accelerator) and not nets.optimizer.step_was_skipped
+        if fault and (self.dropped == MOST_DROPPED or is_applied):
+            times = f", the {self.dropped}th time in a row" if self.dropped > 1 else ""
+            raise UserError(f"step {step}: {fault}{times}; lower optimizer.learning_rate and pass --overwrite")
+        self.checkpoints.copied.result()  # before the weights change
         if fault is None:
             nets.optimizer.step()
             self.updates += 1
-        elif config.divergence.action == "roll_back":
-            self.checkpoints.wait()
-            if (newest := self._newest_checkpoint()) is None:
-                raise UserError(
-                    f"step {step}: {fault}, and there is no checkpoint yet to go back to; lower "
-                    "optimizer.learning_rate or checkpoint.save_steps and pass --overwrite"
-                )
-            self._load(newest[0])
         nets.optimizer.zero_grad()
-        line = step_line(step, losses, beta, rates, norm, config, heads, began, fastest)
-        if fault is not None:
-            line.dropped = fault
+        line = step_line(step, losses, beta, rates, norm, config, began, fastest)
+        line.dropped = fault
         return line
 
     def _newest_checkpoint(self) -> tuple[Path, CheckpointRecord] | None:

@@ -1,4 +1,4 @@
-"""The losses of a training step: KL to the base or cross-entropy, load-balance losses, layer matching.
+"""The losses of a training step: KL to the base or cross-entropy, and load-balance losses.
 
 Shapes: B sequences, L positions, C hidden size, U routed groups (heads or key-value groups), N positions with a
 target, V vocabulary.
@@ -13,7 +13,7 @@ pass.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +26,13 @@ from moh_llm.training.config import ObjectiveConfig
 IGNORED = -100
 
 
-@dataclass(frozen=True)
-class StepLosses:
-    """Means over one optimiser step.
+class StepLosses(NamedTuple):
+    """Means over one optimiser step. `TrainingStep` returns their sums in this order.
 
     Attributes:
         task: KL or cross-entropy, in nats per predicted token.
         cross_entropy: to the text, in nats per predicted token.
         balance: load-balance loss of heads (Eq. 7) per sequence.
-        layers: distance of the layers' outputs to the base's, per predicted token.
         experts: load-balance loss of feed-forward experts per sequence, weighted by `expert_balance_coef`.
         heads_read: no loss; heads that a token had on, mean over layers.
     """
@@ -42,13 +40,12 @@ class StepLosses:
     task: float
     cross_entropy: float
     balance: float
-    layers: float
     experts: float = 0.0
     heads_read: float = 0.0
 
-    def total(self, beta: float, layer_coefficient: float) -> float:
-        """The loss that was minimised."""
-        return self.task + beta * self.balance + layer_coefficient * self.layers + self.experts
+    def total(self, beta: float) -> float:
+        """The loss that was minimised; ``beta`` weighs the load-balance loss of heads."""
+        return self.task + beta * self.balance + self.experts
 
 
 def next_token_targets(labels_BL: torch.Tensor) -> torch.Tensor:
@@ -104,21 +101,6 @@ def expert_loss_sum(expert_logits: Sequence[torch.Tensor], sequences: int, confi
     return config.expert_balance_coef * torch.stack(losses).sum() if losses else torch.zeros(())
 
 
-def layer_distance_sum(
-    own: Sequence[torch.Tensor], base: Sequence[torch.Tensor], counted: torch.Tensor
-) -> torch.Tensor:
-    """Distance of the layers' outputs x to the base's y, |x - y|^2 / |y|^2: mean over layers, summed over positions.
-
-    Outputs per layer are `[B, L, C]`; ``counted``, `[B, L]`, is true where a position counts.
-    """
-    total = torch.zeros((), device=counted.device)
-    for mine, other in zip(own, base, strict=True):
-        wanted = other[counted].float()
-        distance = (mine[counted].float() - wanted).square().sum(-1)
-        total = total + (distance / wanted.square().sum(-1)).sum() / len(own)
-    return total
-
-
 # Logits held at once, in a few float32 tensors of 256 MiB each. Smaller chunks are slower, since each chunk adds to
 # the full gradient of the head's weight.
 CHUNK_LOGITS = 2**26
@@ -135,22 +117,19 @@ def token_losses(
     targets: torch.Tensor,
     teacher_hidden: torch.Tensor | None = None,
     teacher_weight: torch.Tensor | None = None,
-    temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Task loss and cross-entropy in nats, each summed over the positions.
 
-    With a teacher the task loss is T^2 * KL(teacher || student), both softened by the temperature T (the factor keeps
-    the gradient's size independent of T); without one it is the cross-entropy. Only the task loss carries a gradient.
-    Products are taken in autocast's dtype where autocast is on, sums and softmax in float32 at least.
+    With a teacher the task loss is KL(teacher || student), without one the cross-entropy. Only the task loss carries a
+    gradient. Products are taken in autocast's dtype where autocast is on, sums and softmax in float32 at least.
 
     Args:
         hidden: the student's last hidden states `[N, C]`.
         weight: of its head, `[V, C]`.
         targets: ids of the next tokens `[N]`.
         teacher_hidden, teacher_weight: likewise of the teacher; they get no gradient.
-        temperature: T.
     """
-    return _TokenLosses.apply(hidden, weight, targets, teacher_hidden, teacher_weight, temperature)
+    return _TokenLosses.apply(hidden, weight, targets, teacher_hidden, teacher_weight)
 
 
 @torch.no_grad()
@@ -181,7 +160,7 @@ def comparison_values(
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, teacher_hidden, teacher_weight, temperature):
+    def forward(ctx, hidden, weight, targets, teacher_hidden, teacher_weight):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         exact = torch.promote_types(dtype, torch.float32)
@@ -204,11 +183,9 @@ class _TokenLosses(torch.autograd.Function):
                     gradient.scatter_add_(-1, picked, -torch.ones_like(picked, dtype=exact))
                 else:
                     teacher = F.log_softmax(teacher_hidden[first:last].to(dtype) @ teacher_head.T, -1, dtype=exact)
-                    if temperature != 1.0:  # softmax forgets what was subtracted: log-probabilities serve as logits
-                        own, teacher = (F.log_softmax(each.div_(temperature), -1) for each in (own, teacher))
                     wanted = teacher.exp()
-                    task += temperature**2 * torch.einsum("nv,nv->", wanted, teacher.sub_(own))
-                    gradient = own.exp_().sub_(wanted).mul_(temperature)
+                    task += torch.einsum("nv,nv->", wanted, teacher.sub_(own))
+                    gradient = own.exp_().sub_(wanted)
                 gradient = gradient.to(dtype)
                 if of_hidden is not None:
                     of_hidden[first:last] = gradient @ head
@@ -224,4 +201,4 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, of_task, _):
         gradients = (None if kept is None else kept * of_task.to(kept.dtype) for kept in ctx.saved_tensors)
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None)

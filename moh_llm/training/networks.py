@@ -1,15 +1,12 @@
 """The networks of a run: the student, its adapters, and the teacher."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from moh_llm.conversion.base import moh_fields
@@ -28,7 +25,6 @@ from moh_llm.records.tensors import (
 )
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.reference import Reference
-from moh_llm.training.shared_heads import learn_shared_heads
 
 
 def read_network_config(folder: Path) -> MoHLlamaConfig:
@@ -56,9 +52,9 @@ def check_network(folder: Path, config: MoHLlamaConfig | None = None) -> Tensors
 
 
 def load_network(
-    folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None = None, empty: bool = False, **loading: Any
+    folder: Path, dtype: torch.dtype, config: MoHLlamaConfig | None = None, empty: bool = False
 ) -> MoHLlamaForCausalLM:
-    """A converted model with its weights in ``dtype``; ``config`` replaces its own, ``loading`` goes to transformers.
+    """A converted model with its weights in ``dtype``; ``config`` replaces its own.
 
     With ``empty`` the parameters are on the meta device, unchecked; buffers have their numbers. Otherwise raises
     UserError if the weights cannot be read, or `check_network` refuses them.
@@ -73,7 +69,7 @@ def load_network(
         return network.eval()
     config.tie_word_embeddings = check_network(folder, config).tied
     try:
-        return MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, config=config, **loading)
+        return MoHLlamaForCausalLM.from_pretrained(folder, dtype=dtype, config=config)
     except (OSError, SafetensorError) as error:
         raise UserError(f"the weights in {folder} cannot be read: {' '.join(str(error).split())}") from error
 
@@ -88,23 +84,17 @@ def embedding_rows(folder: Path) -> int | None:
     return read_config(Path(folder)).get("vocab_size")
 
 
-def make_student(config: TrainConfig, device: torch.device | None = None, empty: bool = False) -> torch.nn.Module:
+def make_student(config: TrainConfig, empty: bool = False) -> torch.nn.Module:
     """The network that is trained, in float32, with adapters if the recipe has any.
 
-    Args:
-        config: the recipe; with ``quantization`` the linear maps of the layers, except routers, are held in 4 bits.
-        device: where weights are quantized, and stay; None: the CPU.
-        empty: leave the weights of ``config.model`` on the meta device; adapters are initialised.
+    With ``empty`` the weights of ``config.model`` stay on the meta device; adapters are initialised.
     """
-    network = load_network(Path(config.model), torch.float32, empty=empty, **_quantized(config, device))
-    if config.quantization is not None and network.device.type == "cpu":
-        _check_on_cpu(network)
+    network = load_network(Path(config.model), torch.float32, empty=empty)
     network.set_attn_implementation(config.attn_implementation)
     network.set_gate_gradient(config.gate_gradient)
-    if config.shared_heads is not None:
-        learn_shared_heads(network, config.shared_heads.number)
     if config.gradient_checkpointing:
-        recompute(network, config.activation_offloading)
+        # The re-entrant kind would lose the gradient of the load-balance loss.
+        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return trainable(config, network)
 
 
@@ -146,7 +136,6 @@ def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Modul
     adapters = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
         target_modules=list(config.target_modules),
     )
     trained = [w for name, w in network.named_parameters() if is_routing_weight(name) and w.requires_grad]
@@ -161,52 +150,6 @@ def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Modul
     for weight in trained:
         weight.requires_grad_(True)
     return adapted
-
-
-def recompute(network: MoHLlamaForCausalLM, offload: bool = False) -> None:
-    """Recompute each layer in the backward pass from its input, which ``offload`` keeps in the CPU's memory meanwhile.
-
-    No loss or gradient changes.
-    """
-    # The re-entrant kind would lose the gradient of the load-balance loss.
-    network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if offload:
-        for layer in network.model.layers:
-            layer._gradient_checkpointing_func = partial(_with_input_on_cpu, layer._gradient_checkpointing_func)
-
-
-def _with_input_on_cpu(checkpoint: Callable[..., Any], *inputs: Any) -> Any:
-    """Call ``checkpoint``, whose own hooks leave nothing but its input to these."""
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):
-        return checkpoint(*inputs)
-
-
-def _quantized(config: TrainConfig, device: torch.device | None) -> dict[str, Any]:
-    """Arguments with which `from_pretrained` quantizes the weights as it reads them."""
-    if config.quantization is None:
-        return {}
-    four_bits = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=config.quantization,
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=reference_dtype(config),
-    )
-    return {"quantization_config": four_bits, "device_map": {"": device or torch.device("cpu")}}
-
-
-def _check_on_cpu(network: MoHLlamaForCausalLM) -> None:
-    """Work around faults of bitsandbytes 0.50 on CPUs. Raises UserError for sizes that it misreads there."""
-    from bitsandbytes.nn import Linear4bit
-
-    for name, module in network.named_modules():
-        if isinstance(module, Linear4bit):
-            # Else it packs the weights anew in the first pass without gradients, and rounds them a second time.
-            module.support_avx512bf16_for_cpu = False
-            if module.in_features % 64:  # blocks of 64 numbers would span rows, which its kernel does not expect
-                raise UserError(
-                    f"quantization=nf4 on a CPU: bitsandbytes misreads {name}, whose {module.in_features} inputs are "
-                    "not a multiple of 64; take a GPU, or set quantization to null"
-                )
 
 
 def reference_dtype(config: TrainConfig) -> torch.dtype:
@@ -249,9 +192,8 @@ def count_weights(network: torch.nn.Module) -> dict[str, int]:
 
 
 def full_shape(weight: torch.nn.Parameter) -> torch.Size:
-    """A weight's shape: under ZeRO-3 a process holds a flat part of it, and 4-bit weights are packed."""
-    packed = getattr(weight, "quant_state", None)
-    return torch.Size(getattr(weight, "ds_shape", weight.shape) if packed is None else packed.shape)
+    """A weight's whole shape; under ZeRO-3 a process holds a flat part of it."""
+    return torch.Size(getattr(weight, "ds_shape", weight.shape))
 
 
 def make_teacher(
@@ -260,7 +202,7 @@ def make_teacher(
     """A frozen copy of the reference; None where none is needed.
 
     With a frozen base, the student without adapters and with all heads on is the model that the run began with. Where
-    that is the reference, it needs no memory of its own; of quantized weights it is the quantized reference.
+    that is the reference, it needs no memory of its own.
     """
     if not config.objective.has_teacher or reference is None:
         return None

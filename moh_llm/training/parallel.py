@@ -5,7 +5,6 @@ averaging of gradients is undone, so that the curve is the same for all.
 """
 
 import contextlib
-import importlib.util
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -52,28 +51,13 @@ def count_micro_batches(config: TrainConfig, processes: int) -> int:
     return count
 
 
-def check_strategy(config: TrainConfig, strategy: str) -> None:
-    """Raise UserError where a strategy would divide what cannot be divided, or bitsandbytes is not installed."""
-    undivided = {"shared_heads": config.shared_heads, "quantization": config.quantization}
-    for name, given in undivided.items():
-        if given is not None and strategy not in ("one", "ddp"):
-            raise UserError(
-                f"{name} and {strategy}: these weights cannot be divided among processes; take ddp or one process, or "
-                f"set {name} to null"
-            )
-    if config.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f'quantization={config.quantization} needs bitsandbytes; pip install "moh-llm[qlora]"')
-
-
 def check_experts(config: TrainConfig, model: MoHLlamaConfig, divided: bool) -> None:
-    """Raise UserError where a model's feed-forward experts would be quantized, or `divided` among processes."""
-    if not model.num_local_experts or not (divided or config.quantization):
-        return
-    what = f"quantization={config.quantization}" if config.quantization else "zero3 and fsdp2"
-    raise UserError(
-        f"model={config.model} has feed-forward experts, which {what} cannot hold; take ddp, zero2 or one process, "
-        "without quantization"
-    )
+    """Raise UserError where a model's feed-forward experts would be `divided` among processes."""
+    if divided and model.num_local_experts:
+        raise UserError(
+            f"model={config.model} has feed-forward experts, which zero3 and fsdp2 cannot divide; take ddp, zero2 or "
+            "one process"
+        )
 
 
 def divides_weights(accelerator: Accelerator) -> bool:
@@ -89,22 +73,31 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     """The accelerator of a run, set up from the environment that the launcher made.
 
     Raises:
-        UserError: ``data.batch_size`` does not divide evenly, the recipe drops steps under DeepSpeed, the strategy
-            would divide what cannot be divided, or the launcher's processes are not connected.
+        UserError: ``data.batch_size`` does not divide evenly, the launcher's processes are not connected, or the
+            accelerate config asks for what the recipe decides.
     """
     # An earlier run in this process may have used another precision, and the state is a singleton.
     AcceleratorState._reset_state()
     micro_batches = count_micro_batches(config, world_size())
     deepspeed, fsdp = (parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in ("DEEPSPEED", "FSDP"))
-    check_strategy(config, "DEEPSPEED" if deepspeed else "FSDP" if fsdp else "one")
     on_cpu = not torch.accelerator.is_available()
     plugins: dict[str, Any] = {}
     if deepspeed:
-        plugins["deepspeed_plugin"] = _deepspeed_plugin(config, micro_batches)
+        plugin = DeepSpeedPlugin(
+            gradient_accumulation_steps=micro_batches, gradient_clipping=config.optimizer.max_grad_norm
+        )
+        # Accelerate would read it from the prepared loader, and there is none.
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = config.data.micro_batch_size
+        plugins["deepspeed_plugin"] = plugin
         if on_cpu:  # `cpu=True` would give DDP instead
             plugins["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
     if fsdp:
-        plugins["fsdp_plugin"] = _fsdp_plugin()
+        # Every process reads its slices itself (`moh_llm.training.sharding`).
+        plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)
+        if plugins["fsdp_plugin"].fsdp_version != 2:
+            raise UserError("FSDP needs version 2 (fsdp_version: 2 in the accelerate config)")
+        if plugins["fsdp_plugin"].activation_checkpointing:
+            raise UserError("drop fsdp_activation_checkpointing and set gradient_checkpointing in the recipe")
     # FSDP2 reduces the gradient of every micro-batch: else each process would keep its whole gradient between them.
     accumulation = GradientAccumulationPlugin(micro_batches, sync_with_dataloader=False, sync_each_batch=fsdp)
     accelerator = Accelerator(
@@ -127,30 +120,6 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         unset_hf_deepspeed_config()  # until `dividing_as_zero3`
     check_group(accelerator.num_processes)
     return accelerator
-
-
-def _deepspeed_plugin(config: TrainConfig, micro_batches: int) -> DeepSpeedPlugin:
-    if config.divergence.action == "skip":
-        raise UserError(
-            "divergence.action=skip: DeepSpeed updates the weights before the gradient is known; "
-            "take roll_back or stop, or another strategy"
-        )
-    plugin = DeepSpeedPlugin(
-        gradient_accumulation_steps=micro_batches, gradient_clipping=config.optimizer.max_grad_norm
-    )
-    # Accelerate would read it from the prepared loader, and there is none.
-    plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = config.data.micro_batch_size
-    return plugin
-
-
-def _fsdp_plugin() -> FullyShardedDataParallelPlugin:
-    # From the launcher's environment, but every process reads its slices itself (`moh_llm.training.sharding`).
-    plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False)
-    if plugin.fsdp_version != 2:
-        raise UserError("FSDP needs version 2 (fsdp_version: 2 in the accelerate config)")
-    if plugin.activation_checkpointing:
-        raise UserError("drop fsdp_activation_checkpointing and set gradient_checkpointing in the recipe")
-    return plugin
 
 
 @contextlib.contextmanager
@@ -205,9 +174,6 @@ def from_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-
-
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
     """Within the block SIGTERM and SIGUSR1 do not end the process; the list gets those that came.
@@ -217,7 +183,8 @@ def catch_signals() -> Iterator[list[int]]:
     received: list[int] = []
     before = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in SIGNALS}
+        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+        before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in numbers}
     try:
         yield received
     finally:

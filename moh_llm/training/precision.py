@@ -5,7 +5,6 @@ so that it computes the same when it is resumed on another machine.
 """
 
 import contextlib
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -20,10 +19,14 @@ from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.run import RunRecord
 from moh_llm.training.config import TrainConfig
-from moh_llm.training.parallel import from_main
 from moh_llm.training.runs import RUN_RECORD
 
 _NAMES: dict[torch.dtype, Literal["no", "bf16"]] = {torch.float32: "no", torch.bfloat16: "bf16"}
+# Packages of attention implementations, and whether they are installed.
+FLASH = {
+    "flash_attention_2": (is_flash_attn_2_available, "flash-attn"),
+    "flash_attention_3": (is_flash_attn_3_available, "flash-attn-3"),
+}
 
 
 def decide_precision(config: TrainConfig, overwrite: bool = False) -> TrainConfig:
@@ -39,8 +42,7 @@ def decide_precision(config: TrainConfig, overwrite: bool = False) -> TrainConfi
     if config.mixed_precision != "auto":
         return config
     chosen = None if overwrite else _recorded(config)
-    if chosen is None:
-        chosen = _NAMES.get(compute_dtype(own_device()))
+    chosen = chosen or _NAMES.get(compute_dtype(own_device()))
     if chosen is None:
         raise UserError(
             f"{COMPUTE_DTYPE}=float16: training computes in bfloat16 or float32; set mixed_precision to bf16 or no"
@@ -59,23 +61,13 @@ def _recorded(config: TrainConfig) -> Literal["no", "bf16"] | None:
 
 def check_agreement(accelerator: Accelerator, config: TrainConfig) -> None:
     """Raise UserError, on one process, unless all of them decided for one precision."""
-
-    def check(found: list[str]) -> None:
-        if len(set(found)) > 1:
-            raise UserError(
-                "mixed_precision=auto stands for bf16 on some of the processes and for no on others, whose devices "
-                "differ: set it to bf16 or no"
-            )
-
-    found = gather_object([config.mixed_precision])
-    from_main(accelerator, lambda: check(found))
-
-
-# Whether the package is installed, and its name.
-FLASH = {
-    "flash_attention_2": (is_flash_attn_2_available, "flash-attn"),
-    "flash_attention_3": (is_flash_attn_3_available, "flash-attn-3"),
-}
+    if len(set(gather_object([config.mixed_precision]))) > 1:
+        if not accelerator.is_main_process:
+            raise SystemExit(2)
+        raise UserError(
+            "mixed_precision=auto stands for bf16 on some of the processes and for no on others, whose devices differ: "
+            "set it to bf16 or no"
+        )
 
 
 def check_attention(config: TrainConfig, device: torch.device) -> None:
@@ -102,17 +94,12 @@ def check_attention(config: TrainConfig, device: torch.device) -> None:
 
 def check_positions(config: TrainConfig, model: MoHLlamaConfig) -> str | None:
     """A warning where sequences are longer than the model's positions; transformers computes them and says nothing."""
-    rope, limit = model.rope_parameters or {}, model.max_position_embeddings
-    original = rope.get("original_max_position_embeddings", limit)
-    # Of these, max_position_embeddings is the limit of the scaled model, as transformers and vLLM take it.
-    if rope.get("rope_type", "default") not in ("default", "llama3", "longrope"):
-        limit = max(limit, math.floor((rope.get("factor") or 1.0) * original))
-    length = config.data.sequence_length
-    if length <= limit:
+    rope, limit, length = model.rope_parameters or {}, model.max_position_embeddings, config.data.sequence_length
+    # With other kinds of scaling the limit may be that of the model before it was scaled.
+    if length <= limit or rope.get("rope_type", "default") not in ("default", "llama3", "longrope"):
         return None
     return (
-        f"data.sequence_length={length} is above the {limit} positions of model={config.model}: documents longer than "
-        f"{limit} tokens have positions that it does not know. Lower it, or scale the rotary embedding in its "
-        f'config.json: "rope_parameters" with "rope_type": "yarn", "factor": {length / original:.4g} and '
-        f'"original_max_position_embeddings": {original}, and "max_position_embeddings": {length}'
+        f"data.sequence_length={length} is above the {limit} positions of model={config.model}: longer documents have "
+        "positions that it does not know. Lower it, or scale the rotary embedding in its config.json: "
+        f'"rope_parameters" with "rope_type": "yarn", and "max_position_embeddings": {length}'
     )

@@ -68,12 +68,6 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
             f"it equals its base there, and learns nothing; set data.sequence_length above {all_on} (see "
             f"recipes/smollm2_long.yaml), or convert with --context {max(length, 512)}"
         )
-    if config.schedule.anneal_steps and (model.router_type == "threshold" or any(model.never_on_heads_per_layer)):
-        what = "its router sets the number of heads" if model.router_type == "threshold" else "some heads are never on"
-        raise UserError(
-            f"schedule.anneal_steps={config.schedule.anneal_steps}: model={folder} cannot be annealed: "
-            f"{what}; set it to 0"
-        )
     check_attention(config, choose_device())
     return model
 

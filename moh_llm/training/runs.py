@@ -27,8 +27,7 @@ from moh_llm.records.identity import identify
 from moh_llm.records.model import read_moh_config
 from moh_llm.records.run import LogLine, ModelMark, RunRecord
 from moh_llm.records.seal import FileMark, find_fault
-from moh_llm.training.changed_options import REMOVED, changed_options
-from moh_llm.training.config import TrainConfig
+from moh_llm.training.config import TrainConfig, changed_options
 
 RUN_RECORD, LOG, TRACKERS = "run.json", "log.jsonl", "tensorboard"
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors")
@@ -182,11 +181,9 @@ def _as_json(config: TrainConfig) -> dict[str, Any]:
 
 def _refuse(folder: Path, changed: list[str]) -> None:
     if changed:
-        gone = ", ".join(name for name in changed if name in REMOVED)
-        way = f"Resume with the version that began it, as this one has no {gone}" if gone else "Put them back to resume"
         raise UserError(
-            f"output_dir={folder} holds a run with another recipe; different: {', '.join(changed)}. "
-            f"{way}, name a new --output_dir, or pass --overwrite to start anew"
+            f"output_dir={folder} holds a run with another recipe; different: {', '.join(changed)}. Put them back to "
+            "resume, name a new --output_dir, or pass --overwrite to start anew"
         )
 
 

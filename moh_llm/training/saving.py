@@ -19,14 +19,11 @@ from moh_llm.records.model import licence_texts, read_weight_map
 from moh_llm.records.run import CheckpointRecord, RunRecord
 from moh_llm.records.seal import find_fault, write_seal
 from moh_llm.records.tensors import cast_weight, matrix_dtype, tensor_dtypes
-from moh_llm.terminal import say_aside
 from moh_llm.training import networks
-from moh_llm.training.changed_options import REMOVED, without_removed
 from moh_llm.training.checkpoints import newest_checkpoint, read_weights, verified_record
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.reference import StartingPoint, find_starting_point
 from moh_llm.training.runs import RUN_RECORD, Run, mark_model
-from moh_llm.training.shared_heads import fix_shared_heads
 
 
 def save_network(
@@ -39,8 +36,8 @@ def save_network(
 ) -> None:
     """Write the tuned model as a folder of its own: weights, config, tokenizer, remote code, lineage.
 
-    Adapters are merged into the weights of ``config.model``, quantized in training or not. Each weight gets the dtype
-    that it has there. The record of the conversion, which names the base, and the texts of the licence are copied.
+    Adapters are merged into the weights of ``config.model``. Each weight gets the dtype that it has there. The record
+    of the conversion, which names the base, and the texts of the licence are copied.
 
     Args:
         config: the recipe; weights that were not trained are read from ``config.model``.
@@ -54,11 +51,10 @@ def save_network(
         UserError: ``config.model`` cannot be read or is another model by now, or the disk refuses.
     """
     starting_point.check_model(config)
-    network = networks.make_student(replace(config, quantization=None))
+    network = networks.make_student(config)
     read_weights(checkpoint, networks.trained_weights(network))
     if config.lora is not None:
         network = network.merge_and_unload()
-    fix_shared_heads(network)
     dtype = _cast(network, Path(config.model))
     with new_folder(folder, overwrite=True) as temporary:
         try:
@@ -123,9 +119,7 @@ def export_checkpoint(checkpoint: Path, output: Path, overwrite: bool = False) -
         raise UserError(f"{checkpoint} is no complete checkpoint: {error}") from error
     place = checkpoint.resolve().parent.parent / RUN_RECORD
     run = RunRecord.read(place)
-    config = read_options(TrainConfig, [(str(place), *item) for item in without_removed(run.config).items()])
-    if dtype := run.config.get("save_dtype"):
-        say_aside(f"{place}: save_dtype={dtype} was removed: {REMOVED['save_dtype']}")
+    config = read_options(TrainConfig, [(str(place), *item) for item in run.config.items()])
     check_output_folder(output, overwrite, [config.model, checkpoint])
     if mark_model(config) != run.model:
         raise UserError(f"model={config.model} is not what the run in {place.parent} began with; restore it")

@@ -52,16 +52,10 @@ def build_networks(
     # On one process, since all would refuse.
     if note := from_main(accelerator, lambda: networks.check_network(Path(config.model)).note):
         say(f"warning: {config.model}: {note}")
-    if config.quantization is not None:
-        teacher_too = config.objective.has_teacher and reference is not None and reference.own
-        say(
-            f"the layers' linear maps are quantized to {config.quantization} in training"
-            f"{', for the teacher, too' if teacher_too else ''}; adapters are merged into {config.model}"
-        )
     seed_step(config, 0, 0)  # adapters are drawn alike on all processes, and each keeps its part
     with dividing_as_zero3(accelerator):
         empty = accelerator.is_fsdp2
-        student = networks.make_student(config, accelerator.device, empty)
+        student = networks.make_student(config, empty)
         teacher = networks.make_teacher(config, reference, accelerator.device, empty)
         counts = networks.count_weights(student)
         model, optimizer = distribute(accelerator, TrainingStep(student, teacher, config.objective, reference), config)

@@ -2,7 +2,7 @@
 
 `TrainingStep` is the module that is distributed over processes. Everything that touches a weight happens inside its
 `forward`, student and teacher, so that the hooks of each strategy (DDP, ZeRO, FSDP2) see all uses of the weights.
-Learning rates and the number of active heads are functions of the step alone: a resumed run needs no state of them.
+Learning rates are functions of the step alone: a resumed run needs no state of them.
 
 Shapes: B sequences, L positions, C hidden size, N positions with a target, U routed groups of a layer.
 """
@@ -10,7 +10,7 @@ Shapes: B sequences, L positions, C hidden size, N positions with a target, U ro
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,12 +18,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaForCausalLM
-from moh_llm.records.run import LogLine
 from moh_llm.records.tensors import is_routing_weight
-from moh_llm.training.config import DivergenceConfig, ObjectiveConfig, TrainConfig
+from moh_llm.training.config import ObjectiveConfig, TrainConfig
 from moh_llm.training.losses import (
     IGNORED,
     StepLosses,
@@ -31,16 +29,15 @@ from moh_llm.training.losses import (
     comparison_values,
     expert_loss_sum,
     heads_on_sum,
-    layer_distance_sum,
     next_token_targets,
     token_losses,
 )
 from moh_llm.training.networks import full_shape, trained_weights
 from moh_llm.training.reference import Reference
-from moh_llm.training.shared_heads import BETAS, LOGITS, rate_of_logits
 
 WARMUP_FROM = 1e-5  # learning rate of the first step of warm-up
-MOST_IN_A_ROW = 5  # dropped steps in a row that end the run
+BETAS = 0.9, 0.95  # of AdamW
+MOST_DROPPED = 5  # dropped steps in a row that end the run
 
 
 # ---- the gradient
@@ -95,32 +92,27 @@ class TrainingStep(nn.Module):
             compare: score instead of train.
 
         Returns:
-            In training `[6]`, sums in the order of `StepLosses`, where the second and the last carry no gradient. With
+            In training `[5]`, sums in the order of `StepLosses`, where the second and the last carry no gradient. With
             `compare` the `comparison_values` per position with a target, `[N, 4]` (zero without a teacher, except the
             first), and the router logits of each layer at all positions, `[B * L, U]`.
         """
         counted = targets != IGNORED
-        matching = self.objective.layer_coefficient > 0 and not compare
-        inputs = {"input_ids": input_ids, "position_ids": position_ids, "output_hidden_states": matching}
-        # The teacher goes first: it may be the same network with other heads on.
-        wanted = compare or self.objective.has_teacher
-        reference, other_layers = (None, None), ()
-        if wanted and self.has_teacher:
-            reference, other_layers = self._reference(inputs, counted)
         # No mask and no cache: with positions that restart, documents do not see one another.
-        recorded = {"output_router_logits": True, "output_expert_logits": not compare}
-        output = self.network.model(**inputs, use_cache=False, **recorded)
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        # The teacher goes first: it may be the same network with other heads on.
+        is_compared = self.has_teacher and (compare or self.objective.has_teacher)
+        reference = self._reference(inputs, counted) if is_compared else ()
+        output = self.network.model(**inputs, output_router_logits=True, output_expert_logits=not compare)
         hidden, head = output.last_hidden_state[counted], self.network.lm_head.weight
         if compare:
             router_logits = tuple(logits.flatten(0, -2) for logits in output.router_logits)
             return comparison_values(hidden, head, targets[counted], *reference), router_logits
-        task, cross_entropy = token_losses(hidden, head, targets[counted], *reference, self.objective.temperature)
+        task, cross_entropy = token_losses(hidden, head, targets[counted], *reference)
         balance = balance_loss_sum(output.router_logits, self.network.routers)
-        layers = layer_distance_sum(output.hidden_states[1:], other_layers, counted) if matching else 0 * task.detach()
         experts = expert_loss_sum(output.expert_logits, len(input_ids), self.network.config).to(task)
         routers = self.network.routers
         on = heads_on_sum(output.router_logits, routers, self.all_heads_on(position_ids)) / max(1, len(routers))
-        return torch.stack([task, cross_entropy, *(part.to(task) for part in (balance, layers, experts, on))])
+        return torch.stack([task, cross_entropy, *(part.to(task) for part in (balance, experts, on))])
 
     def all_heads_on(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Which tokens have all heads on because they are a document's first, bool, given their positions in it."""
@@ -128,14 +120,10 @@ class TrainingStep(nn.Module):
         return position_ids < (config.all_heads_until if config.head_fallback == "local" else 0)
 
     @torch.no_grad()
-    def _reference(
-        self, inputs: dict[str, Any], counted: torch.Tensor
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]:
-        """The reference's last hidden states `[N, C]` and its head `[V, C]`; its layers' outputs, if asked for."""
+    def _reference(self, inputs: dict[str, Any], counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The reference's last hidden states `[N, C]` and its head `[V, C]`."""
         with self._as_reference() as network:
-            output = network.model(**inputs, use_cache=False)
-            layers = output.hidden_states[1:] if inputs["output_hidden_states"] else ()
-            return (output.last_hidden_state[counted], network.lm_head.weight.detach()), layers
+            return network.model(**inputs).last_hidden_state[counted], network.lm_head.weight.detach()
 
     @contextlib.contextmanager
     def _as_reference(self) -> Iterator[MoHLlamaForCausalLM]:
@@ -164,9 +152,9 @@ def accumulate_gradients(
 ) -> tuple[StepLosses, float]:
     """Add the gradient of one step's loss to the weights, one micro-batch at a time, and clip it.
 
-    The loss is (token losses and weighted layer distances) / (predicted tokens of the step) + (load-balance losses of
-    heads, weighted by ``beta``, and of experts) / (sequences of the step), summed over all processes. So it depends
-    neither on ``config.data.micro_batch_size`` nor on the number of processes.
+    The loss is token losses / (predicted tokens of the step) + (load-balance losses of heads, weighted by ``beta``, and
+    of experts) / (sequences of the step), summed over all processes. So it depends neither on
+    ``config.data.micro_batch_size`` nor on the number of processes.
 
     Args:
         accelerator, model: the prepared `TrainingStep`, and what prepared it.
@@ -175,7 +163,8 @@ def accumulate_gradients(
         beta: weight of the load-balance loss of heads.
 
     Returns:
-        The step's losses, and the norm of its gradient before clipping. DeepSpeed has then updated the weights, too.
+        The step's losses, and the norm of its gradient before clipping. DeepSpeed has then updated the weights, too,
+        if that norm is finite.
     """
     targets = next_token_targets(batch["labels"])
     predicted = (targets != IGNORED).sum().to(accelerator.device)
@@ -183,20 +172,24 @@ def accumulate_gradients(
     sequences = config.data.batch_size
     # Gradients are then summed over micro-batches and processes, not averaged.
     scale = accelerator.gradient_accumulation_steps * accelerator.num_processes
-    weight = config.objective.layer_coefficient
-    sums = torch.zeros(6, device=accelerator.device)
+    positions = sequences * targets.shape[1]
+    # What each sum is divided by.
+    counts = torch.tensor(
+        StepLosses(task=tokens, cross_entropy=tokens, balance=sequences, experts=sequences, heads_read=positions),
+        dtype=torch.float32,
+        device=accelerator.device,
+    )
+    means = torch.zeros_like(counts)
     for rows in torch.arange(len(targets)).split(config.data.micro_batch_size):
         with accelerator.accumulate(model):
             inputs = (batch["input_ids"][rows], batch["position_ids"][rows], targets[rows])
             found = model(*(tensor.to(accelerator.device) for tensor in inputs))
-            task, _, balance, layers, experts, _ = found
-            loss = scale * ((task + weight * layers) / tokens + (beta * balance + experts) / sequences)
+            loss = scale * StepLosses(*found / counts).total(beta)
             # With a frozen base there is no gradient where all tokens have all heads on, as a document's first have.
             if loss.requires_grad or accelerator.num_processes > 1:
                 accelerator.backward(loss)
-            positions = sequences * targets.shape[1]
-            sums += found.detach() / sums.new_tensor([tokens, tokens, sequences, tokens, sequences, positions])
-    losses = StepLosses(*accelerator.reduce(sums, "sum").tolist())
+            means += found.detach() / counts
+    losses = StepLosses(*accelerator.reduce(means, "sum").tolist())
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return losses, float(model.get_global_grad_norm() or 0.0)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -219,11 +212,10 @@ def is_decayed(name: str, weight: torch.nn.Parameter) -> bool:
 
 
 def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over groups by kind (base, router, logits of shared heads), decayed or not (see `is_decayed`)."""
+    """AdamW over groups by kind (base, router), decayed or not (see `is_decayed`)."""
     groups: dict[tuple[str, bool], list[torch.nn.Parameter]] = {}
     for name, weight in trained_weights(network).items():
         kind = "router" if is_routing_weight(name) else "base"
-        kind = "shared_heads" if name.endswith(LOGITS) else kind
         groups.setdefault((kind, is_decayed(name, weight)), []).append(weight)
     settings = config.optimizer
     return torch.optim.AdamW(
@@ -232,11 +224,11 @@ def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim
                 "params": weights,
                 "kind": kind,
                 "weight_decay": settings.weight_decay if decayed else 0.0,
-                "betas": BETAS if kind == "shared_heads" else settings.betas,
             }
             for (kind, decayed), weights in sorted(groups.items(), key=lambda item: item[0])
         ],
         lr=settings.learning_rate,
+        betas=BETAS,
         fused=True,  # one pass over weights, gradients and moments: a fifth of the time on CPU
     )
 
@@ -250,8 +242,6 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: TrainConfig, st
     """
     rate, router_rate = learning_rates(config, step)
     rates = {"base": rate, "router": router_rate}
-    if (learned := config.shared_heads) is not None:
-        rates["shared_heads"] = rate_of_logits(step, learned.steps, learned.learning_rate)
     for group in optimizer.param_groups:
         group["lr"] = rates[group["kind"]]
     names = {"base": "learning_rate", "router": "router_learning_rate"}
@@ -286,57 +276,8 @@ def learning_rates(config: TrainConfig, step: int) -> tuple[float, float]:
     return rate, rate if router_highest is None else router_highest * (rate / highest)
 
 
-def annealed_heads(budgets: Sequence[int], heads: int, step: int, anneal_steps: int, group_size: int = 1) -> list[int]:
-    """Active heads of each layer in the step after ``step`` steps.
-
-    The number falls linearly from all ``heads``, with which the model is its base, to the layer's budget, which step
-    ``anneal_steps`` is the first to use; a layer falls by whole groups of heads that are switched together.
-    """
-    if step >= anneal_steps:
-        return list(budgets)
-    return [heads - (heads - budget) // group_size * step // anneal_steps * group_size for budget in budgets]
-
-
-# ---- steps that are dropped
-
-
-class DivergenceWatch:
-    """Decides whether a step diverged, and whether too many have.
-
-    Args:
-        config: the recipe's group.
-        log: lines of the steps already made, so that a resumed run decides as an uninterrupted one.
-    """
-
-    def __init__(self, config: DivergenceConfig, log: Iterable[LogLine]):
-        self._config, self._in_a_row = config, 0
-        for line in log:
-            if line.step > 0:
-                self._count(line.dropped)
-
-    def judge(self, step: int, loss: float, gradient_norm: float) -> str | None:
-        """The reason to drop the step; None to keep it.
-
-        Raises:
-            UserError: the recipe says to stop, or too many steps in a row were dropped.
-        """
-        reason = None
-        if not math.isfinite(loss):
-            reason = "the loss is not finite"
-        elif not math.isfinite(gradient_norm):
-            reason = "the gradient is not finite"
-        self._count(reason)
-        if reason is not None and self._config.action == "stop":
-            raise UserError(
-                f"step {step}: {reason}; lower optimizer.learning_rate or set divergence.action to skip or roll_back, "
-                "and pass --overwrite"
-            )
-        if self._in_a_row >= MOST_IN_A_ROW:
-            raise UserError(
-                f"step {step}: {reason}, for {self._in_a_row} steps in a row; lower optimizer.learning_rate and pass "
-                "--overwrite"
-            )
-        return reason
-
-    def _count(self, dropped: str | None) -> None:
-        self._in_a_row = 0 if dropped is None else self._in_a_row + 1
+def why_dropped(loss: float, gradient_norm: float) -> str | None:
+    """The reason to leave the weights as they are; None where loss and gradient are finite."""
+    if not math.isfinite(loss):
+        return "the loss is not finite"
+    return None if math.isfinite(gradient_norm) else "the gradient is not finite"

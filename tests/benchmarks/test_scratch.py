@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scratch
 from scratch import SIZES, difference_interval, make_methods
 
-METHODS = ["moh-75", "moa-75", "switchhead", "gqe", "static-50", "moh-75-one-stage-quantized", "moh-75-learned-1"]
+METHODS = ["moh-75", "moa-75", "switchhead", "gqe", "static-50", "moh-75-one-stage-quantized", "moh-75-first-1"]
 
 
 @pytest.fixture

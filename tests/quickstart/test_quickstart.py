@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 from cards import check_card
 from huggingface_hub import ModelCard
+from trained import load_config
 
 from moh_llm.cli import main
 from moh_llm.commands.quickstart import clear
@@ -17,7 +18,6 @@ from moh_llm.quickstart.run import quickstart
 from moh_llm.quickstart.smollm2 import README
 from moh_llm.records.conversion import Conversion
 from moh_llm.records.run import RunRecord
-from moh_llm.training.recipe import load_config
 
 
 @pytest.mark.slow

@@ -27,10 +27,7 @@ class Kind:
 
 
 MADE = {
-    "value": Kind(
-        {"num_active_heads": 5, "fallback": "value"},
-        {"objective": {"kind": "distillation", "layer_coefficient": 0.5}, "schedule": {"anneal_steps": 3}},
-    ),
+    "value": Kind({"num_active_heads": 5, "fallback": "value"}, {}),
     "local": Kind({"num_active_heads": 4, "budgets": "even", "fallback": "local"}, {"freeze_base": True}),
     "paper": Kind({"preset": "paper"}, {"objective": {"kind": "cross_entropy", "balance_coefficient": 0.02}}),
 }

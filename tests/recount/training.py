@@ -114,15 +114,6 @@ def _rates(run: Run, step: int) -> dict[str, float]:
     return {name: rates[name] for name in RATES[run.kind]}
 
 
-def _heads(run: Run, step: int) -> list[int]:
-    """Heads that a step has on by layer: over `anneal_steps` they fall from all to the plan's."""
-    planned, anneal = costs.per_layer(run.config, "num_active_heads"), 0
-    anneal = run.recipe["schedule"].get("anneal_steps", 0)
-    if step > anneal:
-        return planned
-    return [8 - (8 - heads) * (step - 1) // anneal for heads in planned]
-
-
 def chosen(run: Run, layer: int, scores: torch.Tensor, active: int) -> torch.Tensor:
     """Which of its routed heads a token has on by the router's scores `[T, U]`, bool."""
     if run.kind == "local":
@@ -133,12 +124,10 @@ def chosen(run: Run, layer: int, scores: torch.Tensor, active: int) -> torch.Ten
 
 def _losses(run: Run, step: int, sequences: list[Window]) -> dict[str, Any]:
     """Losses of a step and the norm of its gradient, by autograd of the model before it."""
-    model, heads = run.model_at(step - 1), _heads(run, step)
-    if run.kind != "local":  # whose thresholds say how many heads are on
-        model.set_active_heads(heads)
+    model, heads = run.model_at(step - 1), costs.per_layer(run.config, "num_active_heads")
     for name, weight in model.named_parameters():
         weight.requires_grad_(is_trained(run, name))
-    sums = dict.fromkeys(("cross_entropy", "kl", "layer_distance", "balance_loss"), torch.zeros(()))
+    sums = dict.fromkeys(("cross_entropy", "kl", "balance_loss"), torch.zeros(()))
     tokens, on = 0, []
     for window in sequences:
         passes = []
@@ -152,24 +141,19 @@ def _losses(run: Run, step: int, sequences: list[Window]) -> dict[str, Any]:
             tokens += len(p)
             sums["cross_entropy"] = sums["cross_entropy"] - p[torch.arange(len(p)), torch.from_numpy(ids)[1:]].sum()
             sums["kl"] = sums["kl"] + (q.exp() * (q - p)).sum()
-            sums["layer_distance"] = sums["layer_distance"] + _distance(own, other)
         sums["balance_loss"] = sums["balance_loss"] + _balance(run, passes, heads)
     means = {name: total / (len(sequences) if name == "balance_loss" else tokens) for name, total in sums.items()}
-    objective = run.recipe.get("objective", {})
     task = "cross_entropy" if run.kind == "paper" else "kl"
-    coefficient = objective.get("layer_coefficient", 0.0)
-    loss = means[task] + (BETAS[run.kind] or 0) * means["balance_loss"] + coefficient * means["layer_distance"]
+    loss = means[task] + (BETAS[run.kind] or 0) * means["balance_loss"]
     loss.backward()
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
     left_out = {"kl"} if task != "kl" else set()
-    left_out |= set() if coefficient else {"layer_distance"}
     left_out |= {"balance_loss"} if BETAS[run.kind] is None else set()
     return {
         "loss": _rounded(loss),
         **{name: _rounded(mean) for name, mean in means.items() if name not in left_out},
         "gradient_norm": Near(norm, 1e-5 + 1e-3 * norm),  # of a bend that rounding passes on either side, too
-        "heads_asked": sum(heads) / len(heads),
         "heads_read": Near(float(torch.cat(on).mean()), 1e-5),
     }
 
@@ -188,15 +172,6 @@ def is_trained(run: Run, name: str) -> bool:
     if run.kind == "local":  # its base is frozen, and threshold routers are never trained
         return ".fallback." in name
     return True
-
-
-def _distance(own: network.Pass, other: network.Pass) -> torch.Tensor:
-    """|x - y|^2 / |y|^2 of the layers' outputs, mean over layers, summed over the tokens that predict one."""
-    total = torch.zeros(())
-    for mine, base in zip(own.states, other.states, strict=True):
-        distance = (mine[:-1] - base[:-1]).square().sum(-1) / base[:-1].square().sum(-1)
-        total = total + distance.sum() / len(own.states)
-    return total
 
 
 def _balance(run: Run, passes: list[network.Pass], heads: list[int]) -> torch.Tensor:

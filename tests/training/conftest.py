@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from trained import load_config
 
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.loop import train
-from moh_llm.training.recipe import load_config
 
 WORDS = ["a", "bright", "cold", "day", "in", "April", "clocks", "were", "striking", "thirteen", "over", "an", "square"]
 

@@ -75,12 +75,6 @@ def test_a_frozen_base_needs_something_to_train(configure, paper_folder: Path) -
         configure(**{"freeze_base": True, "lora.rank": 4})
 
 
-def test_a_threshold_has_no_annealing(configure, local_folders) -> None:
-    config = configure(model=str(local_folders["threshold"]), max_steps=2, **{"schedule.anneal_steps": 2})
-    with pytest.raises(UserError, match=r"anneal_steps=2: .* its router sets the number of heads; set it to 0"):
-        train(config)
-
-
 def test_sequences_that_see_all_leave_the_distant_token_as_it_is(configure, local_folders, read_tensors) -> None:
     keys = {"data.sequence_length": 6, "max_steps": 2, "evaluation.eval_steps": 0, "checkpoint.save_steps": 1}
     keys |= {"objective.kind": "cross_entropy", "evaluation.max_tokens": 64}

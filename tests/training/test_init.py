@@ -82,7 +82,7 @@ def test_twins_differ_in_their_heads_only(size: str) -> None:
     dense, moh = map(yaml.safe_load, texts)
     plan = {"num_shared_heads", "num_active_heads", "router_type", "router_score", "head_balance_coef"}
     assert {name for name in dense if dense[name] != moh[name]} == plan
-    assert dense.keys() == moh.keys() <= architecture_keys().keys()
+    assert dense.keys() == moh.keys() <= architecture_keys()
     assert moh["num_active_heads"] == 0.75 * moh["num_attention_heads"]
     assert moh["num_shared_heads"] > 0.4 * moh["num_active_heads"]
 

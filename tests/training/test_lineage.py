@@ -11,7 +11,7 @@ import pytest
 import torch
 from cards import check_card
 from safetensors.torch import load_file, save_file
-from trained import read_record, unfinish
+from trained import load_config, read_record, unfinish
 from transformers import LlamaForCausalLM
 
 from moh_llm.cli import main
@@ -20,7 +20,6 @@ from moh_llm.data.windows import validation_batches
 from moh_llm.metrics import compare_to_reference, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.training import networks
-from moh_llm.training.recipe import load_config
 
 
 @pytest.fixture

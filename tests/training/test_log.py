@@ -19,18 +19,16 @@ from moh_llm.training.losses import StepLosses
 
 
 def a_line(configure, peak_rate: float | None = None, kl: float = 0.5) -> LogLine:
-    config = configure(**{"objective.layer_coefficient": 2.0})
-    losses = StepLosses(task=kl, cross_entropy=3.0, balance=0.8, layers=0.25, heads_read=1.75)
+    config, losses = configure(), StepLosses(task=kl, cross_entropy=3.0, balance=0.8, experts=0.5, heads_read=1.75)
     began = time.perf_counter() - 2.0
-    return step_line(
-        4, losses, 0.1, {"learning_rate": 1e-4, "router_learning_rate": 1e-3}, 0.7, config, [2, 1], began, peak_rate
-    )
+    rates = {"learning_rate": 1e-4, "router_learning_rate": 1e-3}
+    return step_line(4, losses, 0.1, rates, 0.7, config, began, peak_rate)
 
 
 def test_a_line_holds_every_part_of_the_loss(configure) -> None:
     line = a_line(configure)
-    assert line.loss == pytest.approx(0.5 + 0.1 * 0.8 + 2.0 * 0.25)
-    assert (line.kl, line.layer_distance, line.tokens, line.heads_asked) == (0.5, 0.25, 4 * 128, 1.5)
+    assert line.loss == pytest.approx(0.5 + 0.1 * 0.8 + 0.5)
+    assert (line.kl, line.expert_balance_loss, line.tokens) == (0.5, 0.5, 4 * 128)
     assert line.heads_read == 1.75
     assert line.timing.tokens_per_second == pytest.approx(64, rel=0.05) and "mfu" not in line.timing.content()
     assert a_line(configure, peak_rate=640.0).timing.mfu == pytest.approx(0.1, rel=0.05)

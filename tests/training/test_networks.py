@@ -50,7 +50,7 @@ def values(step: TrainingStep, batch: dict[str, torch.Tensor]) -> tuple[torch.Te
 
 def changed_lora_student(configure) -> tuple:
     """A student whose adapters and routers have been moved away from their start."""
-    config = configure(**{"lora.rank": 4, "lora.dropout": 0.5})
+    config = configure(**{"lora.rank": 4})
     network = networks.load_network(config.model, torch.float32)
     model = networks.add_lora(network, config.lora).train()
     with torch.no_grad():

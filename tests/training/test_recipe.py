@@ -2,12 +2,11 @@ import re
 from pathlib import Path
 
 import pytest
+from trained import load_config
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
-from moh_llm.training.changed_options import changed_options, without_removed
-from moh_llm.training.config import LoraConfig
-from moh_llm.training.recipe import load_config
+from moh_llm.training.config import LoraConfig, changed_options
 
 RECIPES = sorted(
     path
@@ -66,6 +65,7 @@ def test_lora_is_switched_on_and_off(recipe: Path) -> None:
         (["--schedule.warmup_steps", "7"], "schedule.warmup_steps=7 must not exceed max_steps=6"),
         (["--optimizer.learning_rate", "1e-5"], "must not exceed optimizer.learning_rate=1e-05"),
         (["--lora.target_modules", "[]"], "lora.target_modules is empty"),
+        (["--divergence.action", "skip"], "divergence.action was removed: a step whose loss"),
     ],
 )
 def test_bad_overrides_name_key_value_and_rule(recipe: Path, arguments: list[str], message: str) -> None:
@@ -80,24 +80,6 @@ def test_changed_options_are_those_that_change_the_curve() -> None:
     new = {"model": "b", "data": {"batch_size": 8}, "lora": {"rank": 4}, "evaluation": {"eval_steps": 2}}
     assert changed_options(old, new) == ["data.batch_size", "lora"]
     assert changed_options(old, new, finished=True) == ["data.batch_size", "evaluation.eval_steps", "lora"]
-    assert changed_options(old, old | {"freeze_base": False}) == []  # a run of a version without that key
-    assert changed_options(old, old | {"freeze_base": True}) == ["freeze_base"]
-
-
-def test_a_record_with_removed_options_is_todays_unless_they_changed_the_curve() -> None:
-    new: dict = {"max_steps": 3, "data": {"batch_size": 4}, "evaluation": {"eval_steps": 3}}
-    earlier = new | {"gradient_checkpointing_every": 2, "save_dtype": "float32"}
-    earlier["data"] = new["data"] | {"dataloader_num_workers": 2}
-    earlier["evaluation"] = new["evaluation"] | {"batch_size": 2}
-    assert without_removed(earlier) == new
-    assert changed_options(earlier, new) == changed_options(earlier, new, finished=True) == []
-    earlier["divergence"] = {"action": "stop", "spike_factor": None, "window": 20, "most_in_a_row": 3}
-    assert changed_options(earlier, new | {"divergence": {"action": "stop"}}) == []
-    earlier["divergence"]["spike_factor"] = 3.0
-    assert changed_options(earlier, new | {"divergence": {"action": "stop"}}) == ["divergence.spike_factor"]
-    for epsilon, changed in ((1e-8, []), (1e-6, ["optimizer.epsilon"])):
-        earlier = new | {"optimizer": {"learning_rate": 1e-3, "epsilon": epsilon}}
-        assert changed_options(earlier, new | {"optimizer": {"learning_rate": 1e-3}}) == changed
 
 
 @pytest.mark.slow

@@ -13,14 +13,13 @@ import forks
 import pytest
 import torch
 from safetensors.torch import load_file
-from trained import read_checkpoint, unfinish
+from trained import load_config, read_checkpoint, unfinish
 from ways import ROOT, WAYS
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.records.run import CheckpointRecord
 from moh_llm.training.loop import train
-from moh_llm.training.recipe import load_config
 from moh_llm.training.saving import export_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
@@ -30,7 +29,7 @@ from pathlib import Path
 from moh_llm.training import loop
 from moh_llm.training.checkpoints import CheckpointWriter
 from moh_llm.training.config import CheckpointConfig
-from moh_llm.training.recipe import load_config
+from tests.trained import load_config
 load = loop.load_checkpoint
 def resave(folder, accelerator, model, optimizer, weights):
     updates = load(folder, accelerator, model, optimizer, weights)

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from moh_llm.training.step import annealed_heads, learning_rates, warmup_cosine
+from moh_llm.training.step import learning_rates, warmup_cosine
 
 
 def test_warmup_rises_from_the_start_value_to_the_highest() -> None:
@@ -31,11 +31,3 @@ def test_warmup_begins_at_1e_5_or_at_a_lower_highest_rate(configure) -> None:
     assert learning_rates(configure(), 0)[0] == 1e-5
     low = {"optimizer.learning_rate": 1e-6, "schedule.final_learning_rate": 0}
     assert [learning_rates(configure(**low), step)[0] for step in (0, 1)] == [1e-6, 1e-6]
-
-
-def test_heads_fall_evenly_to_their_budgets() -> None:
-    found = [annealed_heads([4, 6, 8], 8, step, 4) for step in range(6)]
-    assert found == [[8, 8, 8], [7, 8, 8], [6, 7, 8], [5, 7, 8], [4, 6, 8], [4, 6, 8]]
-    assert annealed_heads([4, 6], 8, 0, 0) == [4, 6]
-    found = [annealed_heads([4, 6, 8], 8, step, 4, group_size=2) for step in range(5)]
-    assert found == [[8, 8, 8], [8, 8, 8], [6, 8, 8], [6, 8, 8], [4, 6, 8]]

@@ -17,7 +17,7 @@ import json, os, sys
 import torch
 from transformers import PreTrainedModel
 from moh_llm.training import loop, networks, sharding
-from moh_llm.training.recipe import load_config
+from tests.trained import load_config
 found = {"loaded": 0}
 load, distribute = networks.MoHLlamaForCausalLM.from_pretrained, sharding.distribute
 def counted(*args, **kwargs):
