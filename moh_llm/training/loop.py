@@ -248,7 +248,8 @@ class _Training:
             self.updates += 1
         nets.optimizer.zero_grad()
         line = step_line(step, losses, beta, rates, norm, config, began, fastest)
-        line.dropped = fault
+        if fault:  # the log has the field for dropped steps alone
+            line.dropped = fault
         return line
 
     def _newest_checkpoint(self) -> tuple[Path, CheckpointRecord] | None:
