@@ -5,7 +5,7 @@
 
 writes a folder for each share of keys, router, granularity and window. Each is what `convert.py BASE --fallback local
 --keys X --router R --routing-granularity G --local-window W --heldout-tokens 0` writes with the same text, without the
-records of a conversion; with several windows documents' first tokens up to the longest are left out of all fits. With
+records of a conversion. With
 `--fallback value --routers linear none` heads that are off read no keys, so that shares of keys are shares of heads.
 With `--streaming --routers none` it is a plan in the manner of DuoAttention: fixed heads, and the others attend to the
 first and the last tokens and to nothing else (`baselines/streaming.py`).
@@ -32,25 +32,26 @@ import itertools
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from baselines.streaming import make_streaming
 from command import add_compute_dtype, device_and_dtype, status_of
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from moh_llm.conversion.base import BaseCheckpoint, open_base
-from moh_llm.conversion.calibrate import calibrate, layer_samples, make_fitter
+from moh_llm.conversion.calibrate import fit_layer, layer_samples, make_fitter
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.config import ConversionConfig
 from moh_llm.conversion.convert import LONG_CONTEXT, calibration_batches
-from moh_llm.conversion.fit import LayerSample, Ridge, group_costs, group_metric
+from moh_llm.conversion.fit import LayerFitter, LayerSample, Ridge, RoutingFit, group_costs, group_metric
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.local_fit import STRIDE, LocalFitter
-from moh_llm.conversion.plan import PlanOptions, allocate, plan_layers, routing_tensors, shared_and_active
+from moh_llm.conversion.plan import PlanOptions, allocate, drops_to_fit, plan_layers, routing_tensors, shared_and_active
 from moh_llm.data.mixture import Mixture, mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.tokenizer import open_tokenizer
@@ -143,10 +144,15 @@ def run(args: argparse.Namespace) -> None:
     dense, batches = open_calibration(args, base)
     args.output.mkdir(parents=True, exist_ok=True)
     make = make_streaming if args.streaming else make_fitter
-    with tempfile.TemporaryDirectory(dir=args.output) as scratch:
-        calibrated = calibrate(dense, batches, [*plans.values()], Path(scratch), args.seed, make)
-    for (name, plan), layers in zip(plans.items(), calibrated, strict=True):
-        config, fits = plan_layers(plan, base.config, layers)
+    calibrated: dict[str, list[dict[int, RoutingFit]]] = {}
+    for window in windows:  # plans of one window share the sweeps
+        own = {name: plan for name, plan in plans.items() if plan.window == window}
+        with tempfile.TemporaryDirectory(dir=args.output) as scratch:
+            samples = layer_samples(dense, batches, next(iter(own.values())), Path(scratch), args.seed)
+            layers = [fit_plans(own, base.config, sample, make) for sample in samples][::-1]  # last layer first
+        calibrated |= {name: [fitted[name] for fitted in layers] for name in own}
+    for name, plan in plans.items():
+        config, fits = plan_layers(plan, base.config, calibrated[name])
         config.dtype = base.dtype
         routing = {key: tensor.to(base.dtype) for key, tensor in routing_tensors(fits).items()}
         with new_folder(args.output / name) as folder:
@@ -154,6 +160,23 @@ def run(args: argparse.Namespace) -> None:
         active = config.active_heads_per_layer
         cost = sum(fit.cost for fit in fits)
         print(f"{name}: {sum(active) / len(active):.3f} heads per layer, estimated KL {cost:.4f}", flush=True)
+
+
+def fit_plans(
+    plans: Mapping[str, PlanOptions],
+    config: PreTrainedConfig,
+    sample: LayerSample,
+    make: Callable[[Any, PreTrainedConfig, LayerSample], LayerFitter | LocalFitter],
+) -> dict[str, dict[int, RoutingFit]]:
+    """The fits of one layer by each plan; plans that differ in their budget alone share them."""
+    fitted: dict[Any, dict[int, RoutingFit]] = {}
+    keys = {}
+    for name, plan in plans.items():
+        without_budget = dataclasses.replace(plan, num_active_heads=None, keys=None)
+        keys[name] = without_budget, tuple(drops_to_fit(plan, config))
+        if keys[name] not in fitted:
+            fitted[keys[name]] = fit_layer(plan, config, make(plan, config, sample))
+    return {name: fitted[key] for name, key in keys.items()}
 
 
 def estimate(args: argparse.Namespace) -> None:
@@ -164,12 +187,10 @@ def estimate(args: argparse.Namespace) -> None:
     options = PlanOptions(fallback="local", local_window=window, local_start=args.local_start, context=args.context)
     budgets = {keys: shared_and_active(dataclasses.replace(options, keys=keys), base.config)[1] for keys in args.keys}
     dense, batches = open_calibration(args, base)
-    seen = (options.window, options.local_sinks)
     plans: dict[str, list[dict[int, tuple[float, torch.Tensor]]]] = defaultdict(list)
     effects, predicted = [], defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
-        for sample, local in layer_samples(dense, batches, [seen], options.all_heads_until, Path(scratch), args.seed):
-            sample.local = local[seen]
+        for sample in layer_samples(dense, batches, options, Path(scratch), args.seed):
             compared = (sample.local.far[sample.fitted :, 0].isfinite()).nonzero()[:, 0]
             fitters = {name: LocalFitter(sample, router) for name, router in PLANS.items()}
             for name, fitter in fitters.items():

@@ -43,15 +43,14 @@ from accelerate import init_empty_weights
 from baselines.oracle import by_oracle
 from baselines.routers import RandomRouter, RouterFitter, TopKLabelRouter
 from command import add_compute_dtype, device_and_dtype, keep_settings, kind_of_device, load_dense, status_of
-from local_plans import calibration_part
+from local_plans import calibration_part, fit_plans
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from moh_llm.conversion.base import open_base
-from moh_llm.conversion.calibrate import calibrate, make_fitter
-from moh_llm.conversion.convert import peak_memory_mib
+from moh_llm.conversion.calibrate import layer_samples, make_fitter
 from moh_llm.conversion.fit import LayerFitter, LayerSample
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.local_fit import LocalFitter
@@ -197,7 +196,7 @@ def run(args: argparse.Namespace) -> None:
             [found["seeds"][str(seed)] for seed in args.seeds], args.methods, base.config.num_attention_heads, own
         )
     print(f"{computed}, {asked['device']}, torch {torch.__version__}, transformers {transformers.__version__}", end="")
-    print(f"; seconds {found['seconds']}; peak memory {peak_memory_mib()} MiB")
+    print(f"; seconds {found['seconds']}")
 
 
 def fit_methods(
@@ -215,11 +214,13 @@ def fit_methods(
         for budget in budgets
         for name in fitted
     }
+    make, no_local = Fitters(dense), PlanOptions(fallback="none")
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        layers = calibrate(dense, batches, [*methods.values()], Path(folder), seed, make=Fitters(dense))
+        samples = layer_samples(dense, batches, no_local, Path(folder), seed)  # last layer first
+        layers = [fit_plans(methods, dense.config, sample, make) for sample in samples][::-1]
     found = {}
-    for (label, method), own in zip(methods.items(), layers, strict=True):
-        config, fits = plan_layers(method, dense.config, own)
+    for label, method in methods.items():
+        config, fits = plan_layers(method, dense.config, [fitted[label] for fitted in layers])
         if method.chosen_by:
             config.router_type = "query_norm"  # the router of the modelling code that has no weights
         found[label] = {"config": config.to_dict(), "router": method.chosen_by, "tensors": routing_tensors(fits)}
@@ -227,7 +228,7 @@ def fit_methods(
 
 
 class Fitters:
-    """What fits a layer by each method, for `calibrate`, which comes to the layers last to first."""
+    """What fits a layer by each method; layers come last to first."""
 
     def __init__(self, dense: LayerwiseModel):
         self.dense, self.number, self.sample = dense, len(dense), None

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moh_llm.conversion.convert import Restored
     from moh_llm.evaluation.evaluate import Evaluation
     from moh_llm.hub.publish import Publication
     from moh_llm.records.conversion import Conversion
@@ -56,7 +55,7 @@ def convert(base: PathLike, output: PathLike, **options: Any) -> "Conversion":
     return record
 
 
-def to_dense(model: PathLike, output: PathLike, *, overwrite: bool = False) -> "Restored":
+def to_dense(model: PathLike, output: PathLike, *, overwrite: bool = False) -> None:
     """Write the dense checkpoint inside an MoH model, byte for byte, without routers and fallbacks.
 
     Args:
@@ -64,16 +63,13 @@ def to_dense(model: PathLike, output: PathLike, *, overwrite: bool = False) -> "
         output: folder to make.
         overwrite: replace ``output`` if it is not empty.
 
-    Returns:
-        The model's type, how many tensors were dropped, and the time it took.
-
     Raises:
         UserError: ``model`` is no MoH model, weighs heads by their scores, or cannot be read.
     """
     from moh_llm.conversion.convert import restore_dense
     from moh_llm.reading import expand_home
 
-    return restore_dense(expand_home(model), Path(expand_home(output)), overwrite)
+    restore_dense(expand_home(model), Path(expand_home(output)), overwrite)
 
 
 def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **options: Any) -> "RunRecord":

@@ -23,8 +23,9 @@ def heads_read(verification: Verification | None, heads: int, trained_since: boo
         heads: number of attention heads in a layer.
         trained_since: whether the model was trained after the conversion.
     """
-    if verification is None or (read := verification.heads_read) is None:
+    if verification is None:
         return None
+    read = verification.heads_read
     when = "As converted, before training, tokens" if trained_since else "Tokens"
     return (
         f"{when} of the conversion's held-out text had {read:.4g} of {heads} heads on ({read / heads:.1%}), averaged "
@@ -45,17 +46,8 @@ def calibration_text(conversion: Conversion) -> str:
 
 def parameters_added(parameters: Parameters) -> str:
     """Number of weights of the base, and of those that the conversion adds."""
-    added = f"{parameters.moh - parameters.dense:,} in routers and fallbacks"
-    if parameters.routers is not None and parameters.fallbacks is not None:
-        added = f"{parameters.routers:,} in routers, {parameters.fallbacks:,} in fallbacks"
-    return f"{parameters.dense:,} of the base, {added}"
-
-
-def conversion_took(conversion: Conversion) -> str:
-    """Time and peak memory of a conversion."""
     return (
-        f"{conversion.seconds:.1f} s, without the start of Python and its libraries, on {conversion.device}, in "
-        f"{conversion.compute_dtype}, {conversion.peak_memory_mib} MiB at most"
+        f"{parameters.dense:,} of the base, {parameters.routers:,} in routers, {parameters.fallbacks:,} in fallbacks"
     )
 
 

@@ -14,13 +14,12 @@ class TextProgress(tqdm):  # type: ignore[type-arg]
         what: name of the job.
         tokens: number of tokens of the text; each pass reads all of them.
         passes: name -> work of each pass, in order and in one unit: a backward pass takes longer than a forward one.
-        show: whether to draw the bar.
     """
 
-    def __init__(self, what: str, tokens: int, passes: Mapping[str, float], show: bool = True):
+    def __init__(self, what: str, tokens: int, passes: Mapping[str, float]):
         self._what, self._tokens, self._passes = what, tokens, passes
         work = sum(passes.values())
-        super().__init__(total=work, desc=what, bar_format=_FORMAT, smoothing=0, miniters=0, disable=not show)
+        super().__init__(total=work, desc=what, bar_format=_FORMAT, smoothing=0, miniters=0)
 
     def advance(self, name: str, tokens: float) -> None:
         """Count ``tokens`` more tokens of pass ``name``; some of a token's layers count as a fraction of it."""

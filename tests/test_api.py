@@ -29,7 +29,7 @@ def moh(base, river, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("api") / "moh"
     record = moh_llm.convert(base, folder, calibration=river, calibration_tokens=1024, heldout_tokens=256)
     assert record.content() == json.loads((folder / "conversion.json").read_text())
-    assert record.plan.router_type == "threshold" and record.verification.all_heads_active.equals_base
+    assert record.plan.preset is None and record.verification.all_heads_active.equals_base
     return folder
 
 

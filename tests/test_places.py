@@ -26,7 +26,7 @@ def home(tmp_path, monkeypatch) -> Path:
 CALLS = {
     "quickstart": ("--base ~/x --output ~/x", 2),
     "recipes": ("copy data_mixtures --output ~/x", 1),
-    "mixture": ("show ~/x --tokenizer ~/x", 2),
+    "mixture": ("show ~/x", 1),
     "tokenize": ("~/x --tokenizer ~/x --output ~/x", 3),
     "init": ("~/x --tokenizer ~/x --output ~/x", 3),
     "checkpoint": ("export ~/x --output ~/x", 2),

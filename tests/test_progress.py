@@ -13,6 +13,3 @@ def test_passes_count_by_their_work(capsys):
         bar.advance("backward", 500)
         bar.refresh()
     assert "calibrate: backward" in (told := capsys.readouterr().err) and "62 %" in told
-    with TextProgress("verify", 10, {"layers": 1.0}, show=False) as bar:
-        bar.advance("layers", 5)
-    assert capsys.readouterr().err == ""

@@ -45,45 +45,37 @@ def restore(config: "ConversionConfig") -> None:
 
     if others := differing(config).keys() - {"base", "output", "overwrite"}:
         raise UserError(f"--to-dense copies the dense weights as they are; drop {', '.join(sorted(others))}")
-    restored = moh_llm.to_dense(config.base, config.output, overwrite=config.overwrite)
-    say(
-        f"{config.base}: {restored.dropped_tensors} routing tensors dropped, the dense model's byte for byte; "
-        f"a {restored.model_type} model in {config.output}, {restored.seconds:.1f} s"
-    )
+    moh_llm.to_dense(config.base, config.output, overwrite=config.overwrite)
+    say(f"{config.base}: the dense model inside, byte for byte, is written to {config.output}")
 
 
 def print_conversion(record: "Conversion", output: Path) -> None:
     """Print the head plan, the cost and the verification."""
-    from moh_llm.claims import calibration_text, conversion_took, heads_read, parameters_added
+    from moh_llm.claims import calibration_text, heads_read, parameters_added
+    from moh_llm.modeling import MoHLlamaConfig
 
-    plan = record.plan
-    heads, asked = plan.num_attention_heads, sum(plan.active_heads) / len(plan.active_heads)
-    shared = [len(layer) for layer in plan.shared_heads]
-    of_layers = f"{shared[0]} shared" if len(set(shared)) == 1 else f"shared by layer: {' '.join(map(str, shared))}"
+    config = MoHLlamaConfig.from_pretrained(output)
+    heads, active = config.num_attention_heads, config.active_heads_per_layer
     say(
-        f"{record.base.name}: {len(plan.active_heads)} layers of {heads} heads -> {asked:.4g} asked for, "
-        f"{of_layers} ({plan.shared})",
-        f"router {plan.router_type}, fallback {plan.head_fallback}"
-        + (", by whole key-value groups" if plan.routing_granularity == "kv_group" else ""),
+        f"{record.base.name}: {len(active)} layers of {heads} heads -> {sum(active) / len(active):.4g} asked for, "
+        f"which read {record.plan.keys_read:.1%} of the base's keys at {record.plan.context:,} tokens",
+        f"router {config.router_type}, fallback {config.head_fallback}",
+        f"heads asked for by layer: {' '.join(map(str, active))}",
+        f"shared heads by layer: {' '.join(str(len(shared)) for shared in config.shared_heads_per_layer)}",
     )
     if added := record.vocabulary:
         say(f"{added.new_tokens} new tokens: {added.base_rows} -> {added.rows} rows")
-    if None not in (start := (plan.local_start, plan.local_window, plan.local_sinks)):
-        say(f"a document's first {max(start[0], start[1] + start[2]):,} tokens have all heads on")
-    if plan.budgets == "uneven":
-        say(f"heads asked for by layer: {' '.join(map(str, plan.active_heads))}")
+    if config.head_fallback == "local":
+        say(f"a document's first {config.all_heads_until:,} tokens have all heads on")
     say(calibration_text(record))
     if read := heads_read(record.verification, heads):
         say(read)
-    cost = record.arithmetic
-    ratios = [f"{flops.ratio:.3f} at {int(length):,}" for length, flops in cost.forward_flops.items()]
-    say(f"parameters: {parameters_added(cost.parameters)}")
-    say(f"FLOPs over the base's, in theory, with as many heads on as the plan asks for: {', '.join(ratios)} tokens")
+    say(f"parameters: {parameters_added(record.parameters)}")
     if record.verification:
         _print_proof(record.verification)
     else:
         say("nothing was verified (--heldout-tokens 0)")
-    say(f"written to {output} in {conversion_took(record)}; its record:", output / "conversion.json")
+    say(f"{record.seconds:.1f} s on {record.device}, in {record.compute_dtype}; written to {output}")
 
 
 def _print_proof(proof: "Verification") -> None:
@@ -107,9 +99,6 @@ def _print_proof(proof: "Verification") -> None:
     )
     console().print(table)
     for part in proof.by_position:
-        say(
-            f"converted, from position {part.start} of a document on: x {part.perplexity_ratio:.4f}, "
-            f"KL {part.kl:.4f} ({part.tokens} tokens)"
-        )
+        say(f"converted, from position {part.start} of a document on: KL {part.kl:.4f} ({part.tokens} tokens)")
     for found in proof.retrieval:
         say(f"{found.task} of what is out of sight: {found.converted} of {found.asked} right, the base {found.base}")

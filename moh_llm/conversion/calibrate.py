@@ -5,8 +5,7 @@ of -log p(y) through it, with y drawn from the model itself: this gives the effe
 output on the model's predictions, for all layers in one backward pass.
 """
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moh_llm.conversion.config import PlanOptions
-from moh_llm.conversion.fit import LayerCalibration, LayerFitter, LayerSample, LocalSample, RoutingFit
+from moh_llm.conversion.fit import LayerFitter, LayerSample, LocalSample, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel, check_finite, run_layer
 from moh_llm.conversion.local_fit import LocalFitter, sample_local
 from moh_llm.conversion.plan import drops_to_fit, shared_and_active
@@ -32,8 +31,6 @@ _LEAST = 16  # least tokens with keys out of sight, to fit on and to measure cos
 _WORK = {"forward": 1.0, "backward": 3.0}  # the backward pass runs each layer again, and fits it
 _HEAD_ROWS = 128  # tokens whose logits are held at once
 
-_Window = tuple[int, int]  # tokens of the window and sinks that a local fallback reads
-
 
 def make_fitter(plan: PlanOptions, config: PreTrainedConfig, sample: LayerSample) -> LayerFitter | LocalFitter:
     """The fitter of a layer for that plan, for any number of dropped heads."""
@@ -45,70 +42,46 @@ def make_fitter(plan: PlanOptions, config: PreTrainedConfig, sample: LayerSample
 
 
 def calibrate(
-    base: LayerwiseModel,
-    batches: Sequence[Batch],
-    plans: Sequence[PlanOptions],
-    scratch: Path,
-    seed: int = 0,
-    make: Callable[[PlanOptions, PreTrainedConfig, LayerSample], LayerFitter | LocalFitter] = make_fitter,
-) -> list[list[LayerCalibration]]:
+    base: LayerwiseModel, batches: Sequence[Batch], plan: PlanOptions, scratch: Path, seed: int = 0
+) -> list[dict[int, RoutingFit]]:
     """Fit every layer of a dense base on batches of `input_ids` and `position_ids` `[B, T]`.
 
     Args:
         base: the dense model, layer by layer.
         batches: calibration text.
-        plans: head plans, which share the sweeps; each says which numbers of dropped heads to fit.
+        plan: says which numbers of dropped heads to fit.
         scratch: a folder for the hidden states: tokens x hidden size x layers numbers.
         seed: draws the labels y.
-        make: makes the fitter of a layer.
 
     Returns:
-        The layers of each plan. Tokens that have all heads on with local fallbacks are left out of all fits.
+        The fits of each layer by the number of heads that a token drops.
     """
-    windows = {seen for plan in plans if (seen := in_sight(plan))}
-    skipped = max((plan.all_heads_until for plan in plans if in_sight(plan)), default=1)
-    found: list[list[LayerCalibration]] = [[] for _ in plans]
-    for sample, local in layer_samples(base, batches, windows, skipped, scratch, seed):
-        fitters: dict[PlanOptions, LayerFitter | LocalFitter] = {}
-        fits: dict[tuple[PlanOptions, int], RoutingFit] = {}
-        for plan, layers in zip(plans, found, strict=True):
-            alike = dataclasses.replace(plan, num_active_heads=None, keys=None)
-            if alike not in fitters:
-                sample.local = local.get(in_sight(plan))
-                fitters[alike] = make(plan, base.config, sample)
-            fitter, group_size = fitters[alike], plan.heads_per_group(base.config)
-            drops = drops_to_fit(plan, base.config)
-            for dropped in drops:
-                if (alike, dropped) not in fits:
-                    fits[alike, dropped] = fitter.fit(dropped)
-            shared = fitter.shared_heads if isinstance(fitter, LayerFitter) else []
-            own = {dropped: fits[alike, dropped] for dropped in drops}
-            layers.append(LayerCalibration(shared, fitter.importance, own, group_size))
-    return [layers[::-1] for layers in found]
+    samples = layer_samples(base, batches, plan, scratch, seed)
+    return [fit_layer(plan, base.config, make_fitter(plan, base.config, sample)) for sample in samples][::-1]
 
 
-def in_sight(plan: PlanOptions) -> _Window | None:
-    """Window and sinks of a plan's local fallbacks."""
-    return (plan.window, plan.local_sinks) if plan.head_fallback == "local" else None
+def fit_layer(plan: PlanOptions, config: PreTrainedConfig, fitter: LayerFitter | LocalFitter) -> dict[int, RoutingFit]:
+    """A layer's fits, for all numbers of dropped heads that the plan may give it."""
+    fits = {dropped: fitter.fit(dropped) for dropped in drops_to_fit(plan, config)}
+    # Where nothing is routed, or by a router without weights, only which heads are shared is found.
+    return fits or {0: RoutingFit(0, 0.0, {}, fitter.shared_heads)}
 
 
 def layer_samples(
-    base: LayerwiseModel,
-    batches: Sequence[Batch],
-    windows: Collection[_Window],
-    skipped: int,
-    scratch: Path,
-    seed: int = 0,
-) -> Iterator[tuple[LayerSample, dict[_Window, LocalSample]]]:
-    """The sample of each layer, the last layer first, and its local attention by window and sinks.
+    base: LayerwiseModel, batches: Sequence[Batch], plan: PlanOptions, scratch: Path, seed: int = 0
+) -> Iterator[LayerSample]:
+    """The sample of each layer, the last layer first; the plan says what local fallbacks see. Other arguments are those
+    of `calibrate`.
 
-    The first `skipped` tokens of each document are left out. Other arguments are those of `calibrate`.
+    Tokens that have all heads on with local fallbacks are left out, and the first token of each document.
 
     Raises:
         UserError: too few tokens are left.
     """
+    is_local = plan.head_fallback == "local"
+    skipped = plan.all_heads_until if is_local else 1
     order, fitted = _fitted_first(batches, skipped)
-    if windows and min(fitted, len(order) - fitted) < _LEAST:
+    if is_local and min(fitted, len(order) - fitted) < _LEAST:
         raise UserError(
             f"the calibration text has {len(order)} tokens that are more than {skipped} after the first "
             "of their document, too few to fit local fallbacks; give longer documents (--calibration), more of them "
@@ -134,7 +107,8 @@ def layer_samples(
             gradients.append(gradient)
             progress.advance("backward", gradient.shape[:-1].numel() / (len(base) + 1))
         for number in reversed(range(len(base))):
-            yield _backward(base, number, files[number], positions, gradients, order, fitted, windows)
+            sight = (plan.window, plan.local_sinks) if is_local else None
+            yield _backward(base, number, files[number], positions, gradients, order, fitted, sight)
             files[number].unlink()
             progress.advance("backward", tokens / (len(base) + 1))
 
@@ -192,19 +166,19 @@ def _backward(
     gradients: list[torch.Tensor],
     order: torch.Tensor,
     fitted: int,
-    windows: Iterable[_Window],
-) -> tuple[LayerSample, dict[_Window, LocalSample]]:
+    sight: tuple[int, int] | None,
+) -> LayerSample:
     """Run a layer again on its stored input, and replace `gradients` by those of this input.
 
     Returns:
-        The layer's sample, and its samples of local attention by window and sinks.
+        The layer's sample, with local attention to a window and sinks of these numbers of tokens, if given.
     """
     layer = base.layer(number)
     attention = layer.layers[0].self_attn
     seen: dict[str, list[torch.Tensor]] = {"inputs": [], "heads": [], "values": [], "gradients": []}
-    samples: dict[_Window, list[LocalSample]] = {window: [] for window in windows}
+    local: list[LocalSample] = []
     with (
-        _recording(attention, seen, samples),
+        _recording(attention, seen, local, sight),
         safe_open(file, framework="pt", device=str(base.device)) as stored,
     ):
         for i, position_ids in enumerate(positions):
@@ -219,7 +193,7 @@ def _backward(
         return rows.repeat_interleave(heads // len(rows), dim=0).float().contiguous()
 
     gradient = torch.cat(seen.pop("gradients")).float()
-    sample = LayerSample(
+    return LayerSample(
         inputs=torch.cat(seen.pop("inputs"))[order].float(),
         heads=by_head("heads"),
         values=by_head("values"),
@@ -227,15 +201,16 @@ def _backward(
         gradients=gradient[order[fitted:]],
         o_proj=attention.o_proj.weight.float(),
         fitted=fitted,
+        local=LocalSample.join(local, order) if sight else None,
     )
-    return sample, {window: LocalSample.join(samples.pop(window), order) for window in [*samples]}
 
 
 @contextmanager
 def _recording(
     attention: nn.Module,
     seen: dict[str, list[torch.Tensor]],
-    samples: dict[_Window, list[LocalSample]],
+    local: list[LocalSample],
+    sight: tuple[int, int] | None,
 ) -> Iterator[None]:
     """Collect inputs, head outputs, values and gradients, a row per token, and samples of local attention."""
 
@@ -258,16 +233,15 @@ def _recording(
 
     def compute_both(module: nn.Module, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *args, **more):
         places = document_starts(queries[:, 0], None, more["position_ids"], None, False, name)
-        for window, found in samples.items():
-            found.append(sample_local(queries, keys, values, *places, *window, module.scaling))
+        local.append(sample_local(queries, keys, values, *places, *sight, module.scaling))
         return compute(module, queries, keys, values, *args, **more)
 
-    if samples:
+    if sight:
         ALL_ATTENTION_FUNCTIONS[name] = compute_both
     try:
         yield
     finally:
-        if samples:
+        if sight:
             del ALL_ATTENTION_FUNCTIONS[name]
         for handle in handles:
             handle.remove()

@@ -2,12 +2,9 @@
 
 import dataclasses
 import math
-import resource
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,10 +12,9 @@ import transformers
 
 import moh_llm
 from moh_llm.conversion.base import BaseCheckpoint, open_base
-from moh_llm.conversion.calibrate import calibrate, in_sight
+from moh_llm.conversion.calibrate import calibrate
 from moh_llm.conversion.checkpoint import plan_widening, widen, write_description, write_weights
 from moh_llm.conversion.config import ConversionConfig
-from moh_llm.conversion.fit import LayerCalibration
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import plan_layers, routing_tensors, shared_and_active
 from moh_llm.conversion.verify import retrieval_prompt, verify
@@ -30,18 +26,15 @@ from moh_llm.data.windows import fixed_batches, held_out_tokens, validation_batc
 from moh_llm.devices import choose_device, compute_dtype, name_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
-from moh_llm.flops import forward_flops, keys_read, stated_lengths
+from moh_llm.flops import keys_read
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
-from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import (
     CONVERSION,
     LINEAGE,
-    Arithmetic,
     Calibration,
     Conversion,
     ConversionEntry,
-    ForwardFlops,
     Parameters,
     Plan,
 )
@@ -52,7 +45,6 @@ from moh_llm.records.tensors import HEAD, cast_weight, is_fallback_weight, read_
 from moh_llm.terminal import say_aside
 
 _BATCH_TOKENS = 2048
-WIDENED = ".widened"  # temporary folder of the base with more tokens
 LONG_CONTEXT = 2048  # tokens from which on calibration prefers documents of this length, and retrieval is scored
 
 
@@ -86,14 +78,14 @@ def convert(options: ConversionConfig) -> Conversion:
         sources = sample_mixture(mixture, tokenizer, options.calibration_tokens, wanted, long, length, rows)
     held_out: list[Batch] = []
     if verifies:
-        held_out = validation_batches(sources, length, wanted, rows_of(length))
+        held_out = validation_batches(sources, length, wanted, _rows(length))
 
     with lock_folder(options.output), new_folder(options.output, options.overwrite) as folder:
         identity = base.identity()
         identity.dense_sha256 = hash_weights(base.folder, base.weight_map).dense
         chain = records.chain  # a base that is a tuned model has a lineage, which goes on
         if widening is not None:
-            base = widen(base, widening, folder / WIDENED)  # from here on this is the base
+            base = widen(base, widening, folder / ".widened")  # from here on this is the base
         asked = None if options.dtype is None else getattr(torch, options.dtype)
         dtype, device = asked or base.dtype, choose_device()
         computed = compute_dtype(device, options.compute_dtype)
@@ -105,20 +97,20 @@ def convert(options: ConversionConfig) -> Conversion:
             compute_dtype=str(computed).removeprefix("torch."),
         )
         dense = LayerwiseModel(base.folder, base.weight_map, base.config, computed, device, asked)
-        calibrated: list[LayerCalibration] | None = None
+        calibrated = None
         if plan.needs_calibration:
             batches = calibration_batches(sources, length, options.calibration_tokens)
-            (calibrated,) = calibrate(dense, batches, [plan], folder)
-            record.calibration = calibration_record(mixture.name, sources, length, options.calibration_tokens)
+            calibrated = calibrate(dense, batches, plan, folder)
+            record.calibration = calibration_record(sources, length, options.calibration_tokens)
         config, fits = plan_layers(plan, base.config, calibrated)
         config.dtype = dtype
         routing = {name: cast_weight(tensor, dtype, name) for name, tensor in routing_tensors(fits).items()}
-        record.plan = _plan_record(plan, config)
+        record.plan = Plan(preset=plan.preset, context=length, keys_read=round(keys_read(config, length), 4))
         weight_map = write_weights(folder, base, routing, asked)
-        record.arithmetic = arithmetic(config, base, routing, length)
+        record.parameters = _count_parameters(base, routing)
         if verifies:
             converted = LayerwiseModel(folder, weight_map, config, computed, device)
-            seen = sum(in_sight(plan) or ())
+            seen = plan.window + plan.local_sinks if plan.head_fallback == "local" else 0
             prompt = retrieval_prompt(held_out, tokenizer, seen) if length >= LONG_CONTEXT else None
             record.verification = verify(dense, converted, held_out, prompt=prompt)
         write_description(folder, base, config, weight_map)
@@ -128,7 +120,6 @@ def convert(options: ConversionConfig) -> Conversion:
             record.vocabulary = widening.record.model_copy(update={"dense_sha256": made.dense})
             new_tokens = {"new_tokens": widening.record.new_tokens}
         record.seconds = round(time.perf_counter() - started, 1)
-        record.peak_memory_mib = peak_memory_mib()
         record.write(folder / CONVERSION)
         entry = ConversionEntry(
             kind="conversion",
@@ -144,62 +135,25 @@ def convert(options: ConversionConfig) -> Conversion:
     return record
 
 
-def _plan_record(plan: ConversionConfig, config: MoHLlamaConfig) -> Plan:
-    local = plan.head_fallback == "local"
-    fields = ("router_type", "routing_granularity", "head_fallback", "num_attention_heads")
-    return Plan(
-        preset=plan.preset,
-        shared="importance" if plan.mixes else plan.shared,
-        budgets="uneven" if plan.uneven else "even",
-        shared_heads=config.shared_heads_per_layer,
-        active_heads=config.active_heads_per_layer,
-        context=plan.context,
-        keys_read=round(keys_read(config, plan.context), 4),
-        **{name: getattr(config, name) for name in fields},
-        local_window=config.local_window if local else None,
-        local_sinks=config.local_sinks if local else None,
-        local_start=config.local_start if local else None,
-    )
-
-
-def arithmetic(
-    config: MoHLlamaConfig, base: BaseCheckpoint, routing: Mapping[str, torch.Tensor], context: int
-) -> Arithmetic:
-    """Theoretical cost of the converted model and of its base."""
+def _count_parameters(base: BaseCheckpoint, routing: Mapping[str, torch.Tensor]) -> Parameters:
     counted = dict(base.weight_map)
     if base.config.tie_word_embeddings:  # some files hold the embedding under this name, too
         counted.pop(HEAD, None)
     dense = sum(math.prod(shape) for _, _, shape in read_headers(base.folder, counted))
     fallbacks = sum(tensor.numel() for name, tensor in routing.items() if is_fallback_weight(name))
     routers = sum(tensor.numel() for tensor in routing.values()) - fallbacks
-    flops = {}
-    for length in stated_lengths(config, context):
-        of_base, of_moh = forward_flops(config, length, dense=True), forward_flops(config, length)
-        flops[str(length)] = ForwardFlops(dense=of_base, moh=of_moh, ratio=round(of_moh / of_base, 4))
-    return Arithmetic(
-        parameters=Parameters(dense=dense, moh=dense + routers + fallbacks, routers=routers, fallbacks=fallbacks),
-        forward_flops=flops,
-    )
+    return Parameters(dense=dense, moh=dense + routers + fallbacks, routers=routers, fallbacks=fallbacks)
 
 
-def calibration_record(mixture: str, sources: Sequence[TokenizedSource], length: int, tokens: int) -> Calibration:
+def calibration_record(sources: Sequence[TokenizedSource], length: int, tokens: int) -> Calibration:
     """How much calibration read of each source, in windows of `length` tokens and about `tokens` in all."""
     streams, shares = [source.train for source in sources], [source.weight for source in sources]
     windows = window_counts(streams, shares, length, tokens)
     read = {source.name: count * length for source, count in zip(sources, windows, strict=True)}
-    return Calibration(mixture=mixture, tokens=sum(read.values()), tokens_of_source=read)
+    return Calibration(tokens=sum(read.values()), tokens_of_source=read)
 
 
-@dataclass(frozen=True)
-class Restored:
-    """Result of `restore_dense`: the written model's type, number of dropped routing tensors, and seconds."""
-
-    model_type: str
-    dropped_tensors: int
-    seconds: float
-
-
-def restore_dense(name: str, output: Path, overwrite: bool = False) -> Restored:
+def restore_dense(name: str, output: Path, overwrite: bool = False) -> None:
     """Write the dense checkpoint inside a MoH one: the bytes of its dense tensors, without routers and fallbacks.
 
     Tensors that the base's architecture does not have were left out in the conversion, and are not restored.
@@ -207,7 +161,6 @@ def restore_dense(name: str, output: Path, overwrite: bool = False) -> Restored:
     Raises:
         UserError: not a MoH model; bad input or output as in `convert`.
     """
-    started = time.perf_counter()
     check_output_folder(output, overwrite, reads=[name])
     base = open_base(name)
     records = _read_records(base)
@@ -223,7 +176,6 @@ def restore_dense(name: str, output: Path, overwrite: bool = False) -> Restored:
             records.chain.write(folder / LINEAGE)
         write_description(folder, base, config, weight_map, remote_code=False)
         write_seal(folder, hash_model(folder))
-    return Restored(config.model_type, len(base.routing_tensors), round(time.perf_counter() - started, 1))
 
 
 def _read_records(base: BaseCheckpoint) -> FolderRecords:
@@ -233,13 +185,7 @@ def _read_records(base: BaseCheckpoint) -> FolderRecords:
     return records
 
 
-def peak_memory_mib() -> int:
-    """The most memory that this process has held, in MiB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak / (1 << 20 if sys.platform == "darwin" else 1 << 10))
-
-
-def rows_of(length: int) -> int:
+def _rows(length: int) -> int:
     """Sequences of `length` tokens in a batch."""
     return max(1, _BATCH_TOKENS // length)
 
@@ -247,7 +193,7 @@ def rows_of(length: int) -> int:
 def calibration_batches(sources: Sequence[TokenizedSource], length: int, tokens: int) -> list[Batch]:
     """Batches of sequences of `length` tokens, about `tokens` in all. Raises UserError if the text has no sequence."""
     streams, shares = [s.train for s in sources], [s.weight for s in sources]
-    batches = fixed_batches(streams, shares, length, tokens, rows_of(length))
+    batches = fixed_batches(streams, shares, length, tokens, _rows(length))
     if not batches:
         held = ", ".join(f"{source.name} has {len(source.train)}" for source in sources)
         raise UserError(f"the calibration text has no window of {length} tokens: {held}")

@@ -19,7 +19,6 @@ Shapes: N tokens, C hidden size, H query heads, D head size, R routed heads, U g
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 
@@ -97,37 +96,6 @@ class RoutingFit:
     tensors: dict[str, torch.Tensor]
     shared_heads: list[int]
     never_on_heads: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class LayerCalibration:
-    """All fits of one layer.
-
-    Attributes:
-        shared_heads: ids of the shared heads.
-        importance: estimated KL (nats per token) of dropping a group, and no other, for all tokens.
-        fits: number of dropped heads -> router and fallbacks; empty where nothing is fitted.
-        group_size: heads per group; a token drops all heads of a group or none.
-    """
-
-    shared_heads: list[int]
-    importance: list[float]
-    fits: dict[int, RoutingFit]
-    group_size: int = 1
-
-    @property
-    def costs(self) -> dict[int, float]:
-        """Number of heads that may be dropped -> estimated KL, in nats per token; interpolated between the fits."""
-        known = {0: 0.0} | {dropped: fit.cost for dropped, fit in sorted(self.fits.items())}
-        costs = {}
-        for (low, a), (high, b) in pairwise(known.items()):
-            for dropped in range(low + self.group_size, high + 1, self.group_size):
-                costs[dropped] = a + (b - a) * (dropped - low) / (high - low)
-        return costs
-
-    def fit_for(self, dropped: int) -> RoutingFit:
-        """The fit for that number of dropped heads, or the nearest one below it."""
-        return self.fits[max((n for n in self.fits if n <= dropped), default=min(self.fits))]
 
 
 class Ridge:

@@ -127,6 +127,7 @@ class LocalFitter:
             self.shared_groups = self.ranked[: shared_heads // group_size]
         elif shared_heads is not None:
             self.shared_groups = sorted({head // group_size for head in shared_heads})
+        self.shared_heads = self._heads(self.shared_groups or [])
         self.weight: torch.Tensor | None = None
         if router != "none":
             self.weight, self.bias = Ridge(sample.inputs[: sample.fitted])(0.5 * costs.clamp_min(1e-24).log())

@@ -1,19 +1,17 @@
 """The head plan: how many heads each layer has on, which of its fits that takes, and the converted model's config."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import PreTrainedConfig
 
 from moh_llm.conversion.base import moh_fields
 from moh_llm.conversion.config import PlanOptions
-from moh_llm.conversion.fit import LayerCalibration, RoutingFit
+from moh_llm.conversion.fit import RoutingFit
 from moh_llm.errors import UserError
 from moh_llm.flops import local_keys
 from moh_llm.modeling import MoHLlamaConfig
-
-_MOST_FITS = 16  # numbers of dropped heads that a layer is fitted for
 
 
 def shared_and_active(plan: PlanOptions, base: PreTrainedConfig) -> tuple[int, int]:
@@ -60,12 +58,12 @@ def shared_and_active(plan: PlanOptions, base: PreTrainedConfig) -> tuple[int, i
             f"impossible head plan: num_active_heads={total / layers:g} must lie between "
             f"{'num_shared_heads=' if shared > 0 else ''}{low} and num_attention_heads={heads}"
         )
-    if shared % group_size:
-        raise _splits_groups("num_shared_heads", shared, group_size, range(0, heads + 1, group_size))
-    copies = layers if plan.uneven else 1  # uneven budgets need only add up to whole groups
-    if total * copies // layers % group_size:
-        whole = [n for n in range(low, heads + 1) if n * copies % group_size == 0]
-        raise _splits_groups("num_active_heads", total // layers, group_size, whole)
+    # Uneven budgets need only add up to whole groups.
+    if shared % group_size or (total if plan.uneven else total // layers) % group_size:
+        raise UserError(
+            f"impossible head plan: with --routing-granularity kv_group num_shared_heads={shared} and "
+            f"num_active_heads={total / layers:g} must be multiples of {group_size}, the heads of a group"
+        )
     return shared, total
 
 
@@ -87,51 +85,38 @@ def _share_of_heads(plan: PlanOptions) -> float:
     return (plan.keys - least) / (1 - least)
 
 
-def _splits_groups(name: str, count: int, group_size: int, whole: Iterable[int]) -> UserError:
-    return UserError(
-        f"impossible head plan: {name}={count} splits key-value groups; with --routing-granularity kv_group it "
-        f"must be a multiple of {group_size} (heads per group): {', '.join(map(str, whole))}"
-    )
-
-
 def drops_to_fit(plan: PlanOptions, base: PreTrainedConfig) -> list[int]:
-    """The numbers of dropped heads for which a layer is fitted: with uneven budgets all that a layer may get.
+    """The numbers of dropped heads for which a layer is fitted: with uneven budgets all that it may get.
 
-    Where the shared heads are given, many numbers are thinned out (the others take the fit of the next lower one), and
-    a layer that drops none still gets the router of one dropped head, so that its budget can be lowered later.
+    Unless the fit finds the shared heads, a layer that drops none gets the router of one dropped head, so that its
+    budget can be lowered later.
     """
     shared, active = shared_and_active(plan, base)
     heads, group_size = base.num_attention_heads, plan.heads_per_group(base)
-    least = shared if plan.head_fallback == "local" else max(group_size, shared)
-    most = (heads - least) // group_size
+    most = heads - (shared if plan.head_fallback == "local" else max(group_size, shared))
+    least = 0 if plan.mixes else group_size
     if not plan.fits or not most:
         return []
-    even = heads - active // base.num_hidden_layers
-    if not plan.uneven:
-        return [even if plan.mixes else max(group_size, even)]
-    if plan.mixes:
-        return list(range(0, heads - least + 1, group_size))
-    step = math.ceil(most / _MOST_FITS)
-    return [drops * group_size for drops in sorted({1, *range(step, most + 1, step), most})]
+    if plan.uneven:
+        return list(range(least, most + 1, group_size))
+    return [max(least, heads - active // base.num_hidden_layers)]
 
 
 def plan_layers(
-    plan: PlanOptions, base: PreTrainedConfig, calibrated: Sequence[LayerCalibration] | None
+    plan: PlanOptions, base: PreTrainedConfig, calibrated: Sequence[Mapping[int, RoutingFit]] | None
 ) -> tuple[MoHLlamaConfig, list[RoutingFit]]:
-    """The converted model's config, and the fit that each layer takes; no fits where nothing is fitted."""
+    """The converted model's config, and the fit that each layer takes of those by number of drops."""
     shared, active = shared_and_active(plan, base)
     heads, layers = base.num_attention_heads, base.num_hidden_layers
     budgets = [active // layers] * layers
-    shared_heads = [list(range(shared))] * layers
-    fits: list[RoutingFit] = []
-    if calibrated:
-        shared_heads = [layer.shared_heads for layer in calibrated]
-        if plan.uneven:
-            budgets = [heads - drops for drops in allocate([c.costs for c in calibrated], heads * layers - active)]
-        if all(layer.fits for layer in calibrated):
-            fits = [layer.fit_for(heads - budget) for layer, budget in zip(calibrated, budgets, strict=True)]
-            shared_heads = [fit.shared_heads for fit in fits]
-    return build_config(base, plan, shared_heads, budgets, [fit.never_on_heads for fit in fits]), fits
+    if calibrated is None:
+        return build_config(base, plan, [list(range(shared))] * layers, budgets), []
+    if plan.uneven:
+        costs = [{drops: fit.cost for drops, fit in fits.items()} for fits in calibrated]
+        budgets = [heads - drops for drops in allocate(costs, heads * layers - active)]
+    chosen = [fits.get(heads - budget) or fits[min(fits)] for fits, budget in zip(calibrated, budgets, strict=True)]
+    shared_heads, never_on = [fit.shared_heads for fit in chosen], [fit.never_on_heads for fit in chosen]
+    return build_config(base, plan, shared_heads, budgets, never_on), chosen
 
 
 def routing_tensors(fits: Sequence[RoutingFit]) -> dict[str, torch.Tensor]:

@@ -3,8 +3,7 @@
 Base and converted model run side by side from disk, a layer at a time, on the same text.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from moh_llm.analysis.retrieval import Prompt, make_prompt, score
 from moh_llm.conversion.layers import LayerwiseModel, run_layer
 from moh_llm.errors import UserError
-from moh_llm.metrics import Batch, Comparison, LogitsOf, compare_to_reference
+from moh_llm.metrics import Batch, LogitsOf, compare_to_reference
 from moh_llm.progress import TextProgress
 from moh_llm.records.conversion import (
     AllHeadsActive,
@@ -32,7 +31,6 @@ def verify(
     base: LayerwiseModel,
     converted: LayerwiseModel,
     batches: Sequence[Batch],
-    progress: bool = True,
     prompt: Prompt | None = None,
 ) -> Verification:
     """Compare a converted model with its base.
@@ -41,7 +39,6 @@ def verify(
         base: the dense base.
         converted: the converted model as written, in the same dtype.
         batches: held-out text.
-        progress: whether to show a progress bar.
         prompt: questions about facts that local fallbacks do not see.
 
     Raises:
@@ -53,15 +50,27 @@ def verify(
         batches = [*batches, {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}]
     of_base = base.embed(batch["input_ids"] for batch in batches)
     of_converted = list(of_base)
-    load = []
+    heads_on = []
     tokens = sum(batch["input_ids"].numel() for batch in batches)
-    with TextProgress("verify", tokens, {"layers": 1.0}, show=progress) as bar:
+    with TextProgress("verify", tokens, {"layers": 1.0}) as bar:
         for number in range(len(base)):
-            load.append(_verify_layer(number, base, converted, of_base, of_converted, batches, held_out))
+            heads_on.append(_verify_layer(number, base, converted, of_base, of_converted, batches, held_out))
             bar.advance("layers", tokens / len(base))
     head = base.head()
+
+    def logits_in_turn(hidden: Sequence[torch.Tensor]) -> LogitsOf:
+        states = (window for batch in hidden for window in batch.split(1))
+        return lambda _: head(next(states))
+
+    # One window at a time: logits of a large vocabulary take more memory than a layer.
+    windows = [
+        {name: batch[name][row : row + 1] for name in ("labels", "documents", "position_ids")}
+        for batch in batches[:held_out]
+        for row in range(len(batch["labels"]))
+    ]
     edges = [edge for edge in EDGES if edge < batches[0]["input_ids"].shape[1]]
-    found = _compare(head, of_converted, of_base, batches[:held_out], edges if edges[1:] else ())
+    compared = {"converted": logits_in_turn(of_converted)}
+    found = compare_to_reference(compared, logits_in_turn(of_base), windows, edges if edges[1:] else ())["converted"]
     return Verification(
         dtype=str(base.dtype).removeprefix("torch."),
         all_heads_active=AllHeadsActive(equals_base=True, tokens=batches[0]["input_ids"].numel()),
@@ -69,10 +78,9 @@ def verify(
         held_out_documents=found.documents,
         base_perplexity=found.reference_perplexity,
         converted=Figures(**found.figures()),
-        head_load=load,
+        heads_read=round(sum(heads_on) / len(heads_on), 4),
         by_position=[
-            PositionFigures(start=start, tokens=part.tokens, perplexity_ratio=part.perplexity_ratio, kl=part.kl)
-            for start, part in found.parts.items()
+            PositionFigures(start=start, tokens=part.tokens, kl=part.kl) for start, part in found.parts.items()
         ],
         retrieval=_retrieval(head, prompt, of_base[-1][0], of_converted[-1][0]) if prompt else [],
     )
@@ -113,11 +121,11 @@ def _verify_layer(
     of_converted: list[torch.Tensor],
     batches: Sequence[Batch],
     held_out: int,
-) -> list[float]:
+) -> float:
     """Run a layer of both models on their hidden states, in place.
 
     Returns:
-        The share of the tokens of the first `held_out` batches that have each head on.
+        The mean number of heads that tokens of the first `held_out` batches have on.
     """
     first = of_base[0]
     _run(base.layer(number), of_base, batches)
@@ -129,47 +137,14 @@ def _verify_layer(
             f"layer {number} with all heads on does not equal the base's; nothing was written. "
             "Please report this with the base's name"
         )
-    with _gates(layer) as gates:
-        _run(layer, of_converted, batches)
-    on = torch.cat(gates[:held_out])
-    return [round(count / len(on), 4) for count in on.ne(0).sum(0).tolist()]
+    gates: list[torch.Tensor] = []  # [N, H] of each batch
+    router = layer.layers[0].self_attn.router
+    router.register_forward_hook(lambda module, args, output: gates.append(output[1].flatten(0, -2)))
+    _run(layer, of_converted, batches)
+    return torch.cat(gates[:held_out]).ne(0).sum(-1).double().mean().item()
 
 
 def _run(layer: nn.Module, hidden: list[torch.Tensor], batches: Sequence[Batch]) -> None:
     """Replace the hidden states of each batch by the layer's outputs."""
     for number, batch in enumerate(batches):
         hidden[number] = run_layer(layer, hidden[number], batch["position_ids"])
-
-
-@contextmanager
-def _gates(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Collects the gates `[N, H]` of each call."""
-    gates: list[torch.Tensor] = []
-    router = layer.layers[0].self_attn.router
-    handle = router.register_forward_hook(lambda module, args, output: gates.append(output[1].flatten(0, -2)))
-    try:
-        yield gates
-    finally:
-        handle.remove()
-
-
-def _compare(
-    head: nn.Module,
-    converted: Sequence[torch.Tensor],
-    base: Sequence[torch.Tensor],
-    batches: Sequence[Batch],
-    edges: Sequence[int],
-) -> Comparison:
-    """Compare the logits of both models, computed from their last hidden states one window at a time."""
-    windows = [
-        {name: batch[name][row : row + 1] for name in ("labels", "documents", "position_ids")}
-        for batch in batches
-        for row in range(len(batch["labels"]))
-    ]
-
-    def logits_in_turn(hidden: Sequence[torch.Tensor]) -> LogitsOf:
-        states = (window for batch in hidden for window in batch.split(1))
-        return lambda _: head(next(states))
-
-    candidates = {"converted": logits_in_turn(converted)}
-    return compare_to_reference(candidates, logits_in_turn(base), windows, edges)["converted"]

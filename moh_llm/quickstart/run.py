@@ -24,7 +24,7 @@ from moh_llm.terminal import console, say
 KEYS = 0.5  # share of the base's keys that the converted model reads
 CONTEXT = 512  # tokens of a sequence
 # Sequences. SmolLM2-135M takes less than ten minutes on two cores without AVX-512, and most of it is training.
-CALIBRATION, HELD_OUT, STEPS, BATCH = 8, 6, 6, 2
+CALIBRATION, HELD_OUT, STEPS, BATCH = 8, 6, 4, 2
 CONTINUED = 32  # tokens that base and tuned model add to one prompt
 RECIPE = """\
 # The quick start's recipe: a short self-distillation on the text that Python itself ships. The fallbacks of heads that

@@ -62,36 +62,22 @@ class Vocabulary(Record):
 
 
 class Plan(Record):
-    """Which heads are on, and by what rule: the options of the conversion and fields of the model's config.
+    """What the conversion was asked for; the head plan itself is in the model's config.
 
     Attributes:
-        active_heads: the number of heads per token and layer that are asked for. With threshold routers it is a mean
-            over the calibration text, without first tokens that have all heads on.
+        preset: `paper`, or None.
         context: tokens in a sequence of calibration and verification.
-        keys_read: share of the base's keys that the asked number of heads reads at that length.
-        local_window, local_sinks, local_start: None without local fallbacks.
+        keys_read: share of the base's keys that the planned number of heads reads at that length.
     """
 
     preset: str | None
-    router_type: str
-    routing_granularity: str
-    head_fallback: str
-    shared: str
-    budgets: str
-    num_attention_heads: int
-    shared_heads: list[list[int]]
-    active_heads: list[int]
     context: int | None = None
     keys_read: float | None = None
-    local_window: int | None = None
-    local_sinks: int | None = None
-    local_start: int | None = None
 
 
 class Calibration(Record):
-    """The text that router and fallbacks were fitted on: ``tokens_of_source`` by the source's name, and of all."""
+    """The text that router and fallbacks were fitted on: tokens in all, and by the name of their source."""
 
-    mixture: str
     tokens: int
     tokens_of_source: dict[str, int]
 
@@ -119,7 +105,6 @@ class PositionFigures(Record):
 
     start: int
     tokens: int
-    perplexity_ratio: float
     kl: float
 
 
@@ -136,7 +121,7 @@ class Verification(Record):
     """Results of `moh_llm.conversion.verify.verify`.
 
     Attributes:
-        head_load: per layer and head, the share of the held-out tokens that have it on; empty in earlier records.
+        heads_read: heads that a held-out token has on, mean over layers.
         by_position, retrieval: of long contexts.
     """
 
@@ -146,14 +131,9 @@ class Verification(Record):
     held_out_documents: int
     base_perplexity: float
     converted: Figures
-    head_load: list[list[float]] = Field(default_factory=list)
+    heads_read: float
     by_position: list[PositionFigures] = Field(default_factory=list)
     retrieval: list[RetrievalFigures] = Field(default_factory=list)
-
-    @property
-    def heads_read(self) -> float | None:
-        """Heads that a held-out token has on, mean over layers; None without layers."""
-        return sum(map(sum, self.head_load)) / len(self.head_load) if self.head_load else None
 
 
 class Parameters(Record):
@@ -161,23 +141,8 @@ class Parameters(Record):
 
     dense: int
     moh: int
-    routers: int | None = None
-    fallbacks: int | None = None
-
-
-class ForwardFlops(Record):
-    """Theoretical FLOPs of a forward pass of the base and of the converted model, and their ratio."""
-
-    dense: int
-    moh: int
-    ratio: float
-
-
-class Arithmetic(Record):
-    """Cost of the converted model; ``forward_flops``: tokens of a sequence -> FLOPs."""
-
-    parameters: Parameters
-    forward_flops: dict[str, ForwardFlops]
+    routers: int
+    fallbacks: int
 
 
 class Conversion(Record):
@@ -185,12 +150,11 @@ class Conversion(Record):
 
     Attributes:
         moh_llm: version of this package; ``versions``: of the libraries.
-        made: the model that the figures describe; None in records of earlier versions.
+        made: the model that the figures describe.
         set_aside: why the record has the base alone: the model was changed by hand, so no figure describes it.
         device: name of the device.
         compute_dtype: dtype that base and converted model ran in, whatever their weights are stored in.
         seconds: duration without the start of Python and its libraries.
-        peak_memory_mib: peak memory of the process, in MiB.
     """
 
     moh_llm: str | None = None
@@ -203,10 +167,9 @@ class Conversion(Record):
     vocabulary: Vocabulary | None = None
     plan: Plan | None = None
     calibration: Calibration | None = None
-    arithmetic: Arithmetic | None = None
+    parameters: Parameters | None = None
     verification: Verification | None = None
     seconds: float | None = None
-    peak_memory_mib: int | None = None
 
 
 def read_conversion(folder: Path) -> Conversion | None:

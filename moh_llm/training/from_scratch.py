@@ -65,19 +65,16 @@ def read_architecture(path: Path) -> MoHLlamaConfig:
     return config
 
 
-def initialise(
-    architecture: Path, tokenizer: str, output: Path, seed: int, dtype: torch.dtype, overwrite: bool
-) -> MoHLlamaForCausalLM:
+def initialise(architecture: Path, tokenizer: str, output: Path, seed: int, overwrite: bool) -> MoHLlamaForCausalLM:
     """Write a model of random weights as a folder that training starts from, and return the model.
 
-    Weights are drawn in float32 on the CPU, which depends on `seed` alone, and then cast.
+    Weights are drawn in float32 on the CPU, which depends on `seed` alone.
 
     Args:
         architecture: YAML file of `architecture_keys`.
         tokenizer: folder or Hub id; its ids of special tokens become the model's.
         output: the folder; it appears once it is complete.
         seed: of the weights.
-        dtype: of the stored weights.
         overwrite: replace ``output`` if it is not empty.
 
     Raises:
@@ -99,7 +96,7 @@ def initialise(
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = MoHLlamaForCausalLM(config).to(dtype)
+        model = MoHLlamaForCausalLM(config)
     with lock_folder(output), new_folder(output, overwrite) as temporary:
         try:
             model.save_pretrained(temporary)

@@ -195,7 +195,7 @@ def test_tensors_that_the_architecture_does_not_have_are_left_out(base, convert,
     record = json.loads((tmp_path / "moh" / "conversion.json").read_text())
     assert record["base"]["dense_sha256"] == plain.dense
     dense = sum(value.numel() for value in AutoModelForCausalLM.from_pretrained(base).state_dict().values())
-    assert record["arithmetic"]["parameters"]["dense"] == dense
+    assert record["parameters"]["dense"] == dense
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from moh_llm.conversion import calibrate as module
 from moh_llm.conversion.calibrate import calibrate
-from moh_llm.conversion.fit import LayerCalibration, LayerFitter, RoutingFit
+from moh_llm.conversion.fit import LayerFitter
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.records.model import read_weight_map
@@ -43,7 +43,7 @@ def run(make_llama, tmp_path, monkeypatch):
         samples.clear()
         weight_map, config = read_weight_map(folder)[1], AutoConfig.from_pretrained(folder)
         base = LayerwiseModel(folder, weight_map, config, torch.float32, torch.device("cpu"))
-        (found,) = calibrate(base, batches, [plan], tmp_path, seed)
+        found = calibrate(base, batches, plan, tmp_path, seed)
         assert list(tmp_path.iterdir()) == []
         return found
 
@@ -113,25 +113,12 @@ def test_samples_are_what_the_whole_model_shows(run, rows, held_out, seed):
         assert torch.equal(sample.o_proj, own.self_attn.o_proj.weight)
 
 
-def test_numbers_between_fits_are_interpolated_and_take_the_lower_fit():
-    fits = {drops: RoutingFit(drops, cost, {}, [0]) for drops, cost in ((2, 0.4), (3, 1.0), (7, 2.0))}
-    layer = LayerCalibration([0], [], fits)
-    assert layer.costs == pytest.approx({1: 0.2, 2: 0.4, 3: 1.0, 4: 1.25, 5: 1.5, 6: 1.75, 7: 2.0})
-    assert [layer.fit_for(drops).dropped for drops in range(9)] == [2, 2, 2, 3, 3, 3, 3, 7, 7]
-    assert LayerCalibration([0], [], {}).costs == {}
-    fits = {drops: RoutingFit(drops, cost, {}, [0]) for drops, cost in ((2, 0.4), (6, 1.0))}
-    assert LayerCalibration([0, 1], [], fits, group_size=2).costs == pytest.approx({2: 0.4, 4: 0.7, 6: 1.0})
-
-
 def test_plan_is_followed(run):
     _, calibrated, _ = run
-    for layer in calibrated(make_batches(4), PlanOptions(preset="paper")):
-        assert (layer.shared_heads, layer.fits) == ([0, 1], {}) and len(layer.importance) == 4
-    for layer in calibrated(make_batches(4), PlanOptions(num_shared_heads=2, shared="importance", fallback="none")):
-        assert layer.shared_heads == sorted(sorted(range(4), key=lambda head: -layer.importance[head])[:2])
-        assert layer.fits[2].tensors.keys() == {"router.routed.weight", "router.routed.bias"}
+    for fits in calibrated(make_batches(4), PlanOptions(preset="paper", shared="importance")):
+        assert len(fits[0].shared_heads) == 2 and fits[0].tensors == {} and fits.keys() == {0}
     groups = PlanOptions(fallback="value", num_shared_heads=2, shared="importance", routing_granularity="kv_group")
-    for layer in calibrated(make_batches(4), groups):
-        assert layer.shared_heads in ([0, 1], [2, 3]) and len(layer.importance) == 2 and layer.costs.keys() == {2}
-        assert layer.fits[2].tensors["router.routed.weight"].shape == (1, 32)
-        assert layer.fits[2].tensors["fallback.bias"].shape == (2, 8)
+    for fits in calibrated(make_batches(4), groups):
+        assert fits[2].shared_heads in ([0, 1], [2, 3]) and fits.keys() == {2}
+        assert fits[2].tensors["router.routed.weight"].shape == (1, 32)
+        assert fits[2].tensors["fallback.bias"].shape == (2, 8)

@@ -39,8 +39,7 @@ def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path,
     assert never_routed == (not [name for name in moh.state_dict() if ".router." in name])
     record = json.loads((tmp_path / "moh" / "conversion.json").read_text())
     assert record["verification"]["all_heads_active"]["equals_base"] is True
-    assert record["plan"]["shared"] == "importance"
-    assert record["plan"]["keys_read"] == round(keys_read(config, 2048), 4) and record["plan"]["local_window"] == 256
+    assert record["plan"]["keys_read"] == round(keys_read(config, 2048), 4)
     parts = record["verification"]["by_position"]
     assert [part["start"] for part in parts] == [0, 512]  # one sequence of 2,048 tokens
     assert sum(part["tokens"] for part in parts) == record["verification"]["held_out_tokens"]

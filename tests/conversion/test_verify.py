@@ -68,7 +68,7 @@ def test_one_changed_weight_is_found(folders, batches, tmp_path, one_thread, lay
     shutil.copytree(moh, tmp_path / "moh")
     change_one_weight(tmp_path / "moh", f"model.layers.{layer}.{name}.weight")
     with pytest.raises(UserError, match=f"layer {layer} with all heads on does not equal the base's"):
-        verify(layerwise(base), layerwise(tmp_path / "moh"), batches, progress=False)
+        verify(layerwise(base), layerwise(tmp_path / "moh"), batches)
 
 
 def plain_figures(model, base, batches):
@@ -100,7 +100,7 @@ def test_figures_are_those_of_a_loop_over_positions(folders, batches, convert, t
     if plan == "query_norm":
         moh = tmp_path / "moh"
         assert convert(base, moh, "--preset", "paper", "--heldout-tokens", "0") == 0
-    proof = verify(layerwise(base), layerwise(moh), batches, progress=False)
+    proof = verify(layerwise(base), layerwise(moh), batches)
     dense = LlamaForCausalLM.from_pretrained(base).eval()
     converted = MoHLlamaForCausalLM.from_pretrained(moh).eval()
     assert converted.config.router_type == plan
@@ -148,8 +148,8 @@ def test_figures_of_long_contexts_are_those_of_whole_models(folders, batches, mo
         ids[31] = likely[30]  # so that one answer is right
         answers = [Answer("copying", 20, 28, 36), Answer("passkey", 9, 31, 32), Answer("key-value", 9, 12, 14)]
         prompt = Prompt(ids, answers)
-        found = verify(layerwise(base), layerwise(moh), batches, progress=False, prompt=prompt)
-        plain = verify(layerwise(base), layerwise(moh), batches, progress=False)
+        found = verify(layerwise(base), layerwise(moh), batches, prompt=prompt)
+        plain = verify(layerwise(base), layerwise(moh), batches)
         counts = [
             score(prompt, lambda ids, at, model=model: model(torch.tensor([ids])).logits[0, at].argmax(-1))
             for model in models

@@ -79,9 +79,6 @@ def test_the_commands(corpus, tokenizer, tmp_path, capsys):
     said = capsys.readouterr().out
     plain = len(open_tokens(output)[0].train)
     assert "500,000" in said and f"{plain:,}" in said and f"{500_000 / plain:.2f}" in said
-    assert "packed: the budget exceeds max_epochs=2" in said
-    assert main(["mixture", "show", str(corpus), "--tokens", "1M"]) == 0
-    assert "~" in capsys.readouterr().out
     assert main(["mixture", "show", str(corpus)]) == 0
     assert "50,000,000,000" in capsys.readouterr().out
 

@@ -105,7 +105,7 @@ TRAINED = ("threshold", "linear")
 LOSSES = ("loss", "kl", "cross_entropy", "balance_loss", "gradient_norm")
 
 # What may differ between two runs of the same work.
-VARYING = {"seconds", "peak_memory_mib", "timing", "version", "versions"}
+VARYING = {"seconds", "timing", "version", "versions"}
 
 
 def measure() -> dict[str, Any]:

@@ -177,13 +177,13 @@ def test_long_contexts_have_figures_by_position(converted: Path) -> None:
     figures = {"ratio_interval": [1.0125, 1.0444], "kl": 0.04, "kl_interval": [0.0312, 0.0523]}
     proof = record["verification"] | {
         "converted": record["verification"]["converted"] | figures,
-        "by_position": [{"start": 2048, "tokens": 6144, "perplexity_ratio": 1.25, "kl": 0.0125}],
+        "by_position": [{"start": 2048, "tokens": 6144, "kl": 0.0125}],
         "retrieval": [{"task": "copying", "asked": 120, "base": 96, "converted": 48}],
     }
     change(converted / "conversion.json", verification=proof, plan=record["plan"] | {"context": 8192})
     found = check_card(build_card(converted, NAME))["Conversion proof"]
     assert "(1.0125 to 1.0444) | 0.0400 (0.0312 to 0.0523) |" in found
-    assert "| 2048 | 6,144 | 1.2500 | 0.0125 |" in found and "| copying | 120 | 96 | 48 |" in found
+    assert "| 2048 | 6,144 | 0.0125 |" in found and "| copying | 120 | 96 | 48 |" in found
 
 
 def test_files_of_one_name_are_told_apart(converted: Path) -> None:
@@ -192,7 +192,7 @@ def test_files_of_one_name_are_told_apart(converted: Path) -> None:
     change(converted / "conversion.json", calibration=conversion["calibration"] | read)
     text = check_card(build_card(converted, NAME))["Text it was converted with"]
     assert "en/x.jsonl (75.00%), de/x.jsonl (25.00%)" in text and "/data" not in text
-    change(converted / "conversion.json", verification=None, calibration=None, arithmetic=None)
+    change(converted / "conversion.json", verification=None, calibration=None, parameters=None)
     sections = check_card(build_card(converted, NAME))
     assert "**Not proven: the record of the conversion has no verification" in sections["Conversion proof"]
     assert "fitted nothing to text" in sections["Text it was converted with"]

@@ -431,7 +431,7 @@ PATCHES = (
         "moh_llm/flops.py",
         "return sorted({*usual, *([context] if context else [])})",
         "return sorted(usual)",
-        (f"{CONVERTED}[value]",),
+        ("tests/hub/test_card.py::test_a_converted_model",),
     ),
     Patch(
         "a plan is claimed as what prompts read",

@@ -211,7 +211,7 @@ SAID: dict[str, Callable[[Facts], Expected]] = {
     "Its config allows": lambda facts: [1024, max(CONTEXT, SEQUENCE)],
     "Scored on": _only(True, lambda facts: [facts.at(f"{_SAVED}.tokens")]),
     "With every head on, the saved model": _only(True, _all_heads),
-    "| parameters |": lambda facts: facts.take("conversion.arithmetic.parameters", "dense", "routers", "fallbacks"),
+    "| parameters |": lambda facts: facts.take("conversion.parameters", "dense", "routers", "fallbacks"),
     "| weights trained |": _only(True, _trained),
     "| run 1 |": _only(True, _changed),
 }

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from recount import costs, hashes, intervals, network
-from recount.leaves import PLACE, TIME, Exempt, Near
+from recount.leaves import PLACE, TIME, Near
 from recount.models import CALIBRATION_TOKENS, CONTEXT, HELDOUT_TOKENS, MADE, Model
 from recount.text import Source, Window, first_windows, read_sources
 
-LENGTHS = (512, CONTEXT)  # that costs are stated at: the context, and usual ones up to the base's longest
 EDGES = (0, 512)  # positions at which figures of documents as long as CONTEXT are split
 
 
@@ -88,7 +87,6 @@ def figures(found: network.Comparison) -> dict[str, Any]:
 
 def expected_conversion(recount: Recount) -> dict[str, Any]:
     """The whole of `conversion.json`."""
-    config = recount.config
     return {
         "moh_llm": PLACE,
         "versions": PLACE,
@@ -102,43 +100,26 @@ def expected_conversion(recount: Recount) -> dict[str, Any]:
         "compute_dtype": "float32",
         "plan": _plan(recount),
         **({} if "preset" in MADE[recount.kind].options else {"calibration": _calibration(recount.sources)}),
-        "arithmetic": {
-            "parameters": {
-                "dense": hashes.count(recount.base),
-                "moh": hashes.count(recount.converted),
-                "routers": hashes.count(recount.converted, lambda name: ".router." in name),
-                "fallbacks": hashes.count(recount.converted, lambda name: ".fallback." in name),
-            },
-            "forward_flops": {str(length): _flops(config, length) for length in LENGTHS},
+        "parameters": {
+            "dense": hashes.count(recount.base),
+            "moh": hashes.count(recount.converted),
+            "routers": hashes.count(recount.converted, lambda name: ".router." in name),
+            "fallbacks": hashes.count(recount.converted, lambda name: ".fallback." in name),
         },
         "verification": _verification(recount),
         "made": hashes.model_hashes(recount.converted),
         "seconds": TIME,
-        "peak_memory_mib": Exempt("memory"),
     }
 
 
 def _plan(recount: Recount) -> dict[str, Any]:
-    config, is_local = recount.config, recount.config["head_fallback"] == "local"
     options = MADE[recount.kind].options
-    active = costs.per_layer(config, "num_active_heads")
-    asked = options.get("num_active_heads", 6)  # the paper's three quarters of 8
-    assert sum(active) == asked * len(active)
+    active = costs.per_layer(recount.config, "num_active_heads")
+    assert sum(active) == options.get("num_active_heads", 6) * len(active)  # the paper's three quarters of 8
     return {
         "preset": options.get("preset"),
-        "router_type": {"value": "linear", "local": "threshold", "paper": "query_norm"}[recount.kind],
-        "routing_granularity": "head",
-        "head_fallback": options.get("fallback", "none"),
-        "shared": "importance" if is_local else "first",
-        "budgets": "even" if "preset" in options else options.get("budgets", "uneven"),
-        "num_attention_heads": 8,
-        "shared_heads": costs.shared_heads(config),
-        "active_heads": active,
         "context": CONTEXT,
-        "keys_read": Near(costs.keys_read(config, CONTEXT), 5e-5),
-        "local_window": CONTEXT // 16 if is_local else None,
-        "local_sinks": 4 if is_local else None,
-        "local_start": CONTEXT // 8 if is_local else None,
+        "keys_read": Near(costs.keys_read(recount.config, CONTEXT), 5e-5),
     }
 
 
@@ -146,20 +127,14 @@ def _calibration(sources: list[Source]) -> dict[str, Any]:
     windows = first_windows(sources, CONTEXT, CALIBRATION_TOKENS)
     read = {name: CONTEXT * len(found) for name, found in windows.items()}
     return {
-        "mixture": "recounted",
         "tokens": sum(read.values()),
         "tokens_of_source": read,
     }
 
 
-def _flops(config: dict[str, Any], length: int) -> dict[str, Any]:
-    dense, moh = costs.forward_flops(config, length, dense=True), costs.forward_flops(config, length)
-    # Each part of the sum is rounded to a whole number.
-    return {"dense": Near(dense, 8), "moh": Near(moh, 8), "ratio": Near(moh / dense, 5.1e-5)}
-
-
 def _verification(recount: Recount) -> dict[str, Any]:
     found = recount.proof
+    loads = network.head_load(found.passes)
     return {
         "dtype": "float32",
         "all_heads_active": {"equals_base": _is_base(recount), "tokens": CONTEXT * _rows_at_once(recount)},
@@ -167,7 +142,7 @@ def _verification(recount: Recount) -> dict[str, Any]:
         "held_out_documents": len(found.sums),
         "base_perplexity": math.exp(found.means[2]),
         "converted": figures(found),
-        "head_load": [[Near(share, 5.1e-5) for share in load] for load in network.head_load(found.passes)],
+        "heads_read": Near(sum(map(sum, loads)) / len(loads), 5.1e-5),
         "by_position": _by_position(found),
         "retrieval": [],  # from 2,048 tokens of context on
     }
@@ -178,9 +153,7 @@ def _by_position(found: network.Comparison) -> list[dict[str, Any]]:
     for low, high in zip(EDGES, (*EDGES[1:], math.inf), strict=True):
         within = rows[(rows[:, 0] >= low) & (rows[:, 0] < high), 1:]
         if len(within):
-            total = within.sum(0)
-            part = {"start": low, "tokens": len(within), "perplexity_ratio": intervals.ratio(total)}
-            parts.append(part | {"kl": intervals.kl(total)})
+            parts.append({"start": low, "tokens": len(within), "kl": intervals.kl(within.sum(0))})
     return parts
 
 
