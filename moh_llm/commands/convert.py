@@ -64,7 +64,7 @@ def print_conversion(record: "Conversion", output: Path) -> None:
         f"shared heads by layer: {' '.join(str(len(shared)) for shared in config.shared_heads_per_layer)}",
     )
     if added := record.vocabulary:
-        say(f"{added.new_tokens} new tokens: {added.base_rows} -> {added.rows} rows")
+        say(f"{added.new_tokens} new tokens")
     if config.head_fallback == "local":
         say(f"a document's first {config.all_heads_until:,} tokens have all heads on")
     say(calibration_text(record))

@@ -65,15 +65,10 @@ def summary(path: Path) -> str:
 
 
 def copy_files(names: list[str], output: Path) -> list[Path]:
-    """Copy recipes and data mixtures to the paths below the output folder that they have in the list.
-
-    A file that is there is not replaced, and then nothing is copied.
-
-    Returns:
-        The copies.
+    """Copy recipes and data mixtures to their paths below the output folder, and return the copies.
 
     Raises:
-        UserError: an unknown name, a file that is there, or an output folder that cannot be written.
+        UserError: an unknown name, a file that is there (then nothing is copied), or a folder that cannot be written.
     """
     files = shipped_files()
     chosen: dict[str, Path] = {}

@@ -19,13 +19,10 @@ from moh_llm.reading import expand_home
 from moh_llm.records.conversion import Base
 from moh_llm.records.identity import fingerprint, hash_weights
 from moh_llm.records.model import (
-    INDEX_NAME,
     LICENCE_NAMES,
-    SINGLE_NAME,
     may_be_hub_id,
     read_config,
     read_weight_map,
-    unread_index,
 )
 from moh_llm.records.tensors import check_tensors, is_routing_weight, matrix_dtype, why_no_model
 
@@ -63,17 +60,7 @@ MOH_FIELDS = {
     "moh_format",
 }
 # Settings of a session, not of a model; some configs were saved with them.
-SESSION = {
-    "return_dict",
-    "use_return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "attn_implementation",
-    "_attn_implementation",
-    "_attn_implementation_internal",
-    "experts_implementation",
-    "_experts_implementation",
-}
+_SESSION = {"return_dict", "output_attentions", "output_hidden_states", "attn_implementation", "_attn_implementation"}
 # LLaMA's settings that other families ignore, even if config.json names them.
 _ONLY_LLAMA = {
     "mistral": {"attention_bias", "mlp_bias"},
@@ -100,9 +87,8 @@ class BaseCheckpoint:
         config: the dense model's config.
         shards: safetensors files with dense tensors, in order.
         weight_map: name of a dense tensor -> file name of its shard.
-        routing_tensors: names of a MoH model's other tensors.
         fingerprint: `moh_llm.records.identity.fingerprint` of the shards.
-        notes: warnings about parts of the folder that are not converted.
+        note: a warning about tensors that the architecture does not have; they are not converted.
     """
 
     name: str
@@ -112,9 +98,8 @@ class BaseCheckpoint:
     config: PreTrainedConfig
     shards: list[Path]
     weight_map: dict[str, str]
-    routing_tensors: frozenset[str]
     fingerprint: str
-    notes: tuple[str, ...] = ()
+    note: str | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -148,14 +133,11 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
     config = _dense_config(fields, name)
     shards, weight_map = read_weight_map(folder)
     check_links(folder, shards)
-    routing = frozenset(filter(is_routing_weight, weight_map))
-    tensors = check_tensors(name, folder, {t: file for t, file in weight_map.items() if t not in routing}, config)
+    dense = {tensor: file for tensor, file in weight_map.items() if not is_routing_weight(tensor)}
+    tensors = check_tensors(name, folder, dense, config)
     config.tie_word_embeddings = tensors.tied
     weight_map = tensors.weight_map
     shards = [shard for shard in shards if shard.name in set(weight_map.values())]
-    notes = [tensors.note] if tensors.note else []
-    if unread_index(folder):
-        notes.append(f"its weights are those of {SINGLE_NAME}, as transformers reads it; {INDEX_NAME} names others")
     return BaseCheckpoint(
         name=name,
         folder=folder,
@@ -164,9 +146,8 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
         config=config,
         shards=shards,
         weight_map=weight_map,
-        routing_tensors=routing,
         fingerprint=fingerprint(shards),
-        notes=tuple(f"{name}: {note}" for note in notes),
+        note=tensors.note,
     )
 
 
@@ -260,7 +241,7 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
     own = [key for key in sorted(foreign - FAMILIES[kind].keys()) if fields.get(key)]
     if own and fields["model_type"] == "moh_llama":
         raise UserError(f"{name}: there is no dense model inside: a {kind} has no {own[0]}")
-    dropped = {"model_type", "architectures", "auto_map"} | MOH_FIELDS | SESSION | foreign | marks
+    dropped = {"model_type", "architectures", "auto_map"} | MOH_FIELDS | _SESSION | foreign | marks
     dropped |= {"expert_balance_coef"} if kind == "mixtral" else set(_EXPERTS)
     try:
         config = CONFIG_MAPPING[kind](**{key: value for key, value in fields.items() if key not in dropped})

@@ -159,12 +159,7 @@ def plan_widening(base: BaseCheckpoint, name: str) -> Widening:
     if not new_ids:
         raise UserError(f"--tokenizer {name} has no token that {base.name} lacks; drop --tokenizer")
     rows = math.ceil(max(rows, 1 + new_ids[-1]) / _MULTIPLE) * _MULTIPLE
-    record = Vocabulary(
-        tokenizer=last_component(name),
-        base_rows=base.config.vocab_size,
-        rows=rows,
-        new_tokens=len(new_ids),
-    )
+    record = Vocabulary(tokenizer=last_component(name), new_tokens=len(new_ids))
     return Widening(tokenizer, own, new_ids, rows, record)
 
 

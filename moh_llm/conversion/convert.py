@@ -115,22 +115,14 @@ def convert(options: ConversionConfig) -> Conversion:
             record.verification = verify(dense, converted, held_out, prompt=prompt)
         write_description(folder, base, config, weight_map)
         record.made = made = hash_model(folder)
-        new_tokens = {}
+        entry = ConversionEntry(kind="conversion", base=identity.label, dense_sha256=identity.dense_sha256, made=made)
         if widening is not None:
+            entry.new_tokens = len(widening.new_ids)
             record.vocabulary = widening.record.model_copy(update={"dense_sha256": made.dense})
-            new_tokens = {"new_tokens": widening.record.new_tokens}
+            shutil.rmtree(base.folder)
         record.seconds = round(time.perf_counter() - started, 1)
         record.write(folder / CONVERSION)
-        entry = ConversionEntry(
-            kind="conversion",
-            base=identity.label,
-            dense_sha256=identity.dense_sha256,
-            made=made,
-            **new_tokens,
-        )
         chain.with_entry(entry).write(folder / LINEAGE)
-        if widening is not None:
-            shutil.rmtree(base.folder)
         write_seal(folder, made)
     return record
 
@@ -181,7 +173,9 @@ def restore_dense(name: str, output: Path, overwrite: bool = False) -> None:
 def _read_records(base: BaseCheckpoint) -> FolderRecords:
     """Read the records in the base's folder, and print its warnings."""
     records = read_records(base.folder)
-    say_aside(*(f"warning: {note}" for note in base.notes), *records.lines(base.name))
+    if base.note:
+        say_aside(f"warning: {base.name}: {base.note}")
+    say_aside(*records.lines(base.name))
     return records
 
 

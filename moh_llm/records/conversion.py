@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moh_llm.errors import UserError
 from moh_llm.records.base import Record
 from moh_llm.records.seal import WeightHashes
 
@@ -49,14 +48,11 @@ class Vocabulary(Record):
 
     Attributes:
         tokenizer: its name, without a path.
-        base_rows, rows: rows of the embedding, in the base and in the converted model.
         new_tokens: the number of the tokenizer's tokens that the base has no row for.
         dense_sha256: `WeightHashes.dense` of the converted model, which differs from the base's.
     """
 
     tokenizer: str
-    base_rows: int
-    rows: int
     new_tokens: int
     dense_sha256: str | None = None
 
@@ -173,18 +169,9 @@ class Conversion(Record):
 
 
 def read_conversion(folder: Path) -> Conversion | None:
-    """The record in a model's folder; None where there is none.
-
-    Raises:
-        UserError: the file is no such record, or one of an older version that lacks something.
-    """
+    """The record in a model's folder; None where there is none. Raises UserError for a malformed one."""
     path = folder / CONVERSION
-    if not path.is_file():
-        return None
-    try:
-        return Conversion.read(path)
-    except UserError as error:
-        raise UserError(f"{error}; convert the model again") from error
+    return Conversion.read(path) if path.is_file() else None
 
 
 # ---- lineage

@@ -13,9 +13,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from moh_llm.cli import main
 from moh_llm.conversion.checkpoint import REMOTE_CODE
-from moh_llm.conversion.convert import calibration_record
-from moh_llm.data.shards import TokenizedSource, TokenStream
-from moh_llm.data.windows import fixed_batches
 from moh_llm.modeling import MoHLlamaForCausalLM
 
 INDEX = "model.safetensors.index.json"
@@ -52,19 +49,6 @@ def test_default_conversion(make_llama, convert, read_tensors, tmp_path, shards,
     assert index["weight_map"].keys() == written.keys() == read_tensors(base).keys() | routing.keys()
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in written.values())
     assert not [path.name for path in (tmp_path / "moh").iterdir() if path.name.startswith(("hidden-states", "."))]
-
-
-def test_shares_are_those_of_the_tokens_that_were_read():
-    """A source gives a window at least, and not more than it has: not what its weight says."""
-    weights = 0.97, 0.03
-    streams = [TokenStream.from_documents([np.arange(*ids)]) for ids in ((1000, 1500), (5000, 5012))]
-    sources = [TokenizedSource(name, w, stream, stream) for name, w, stream in zip("ab", weights, streams, strict=True)]
-    record = calibration_record(sources, 8, 40)
-    batches = fixed_batches(streams, weights, 8, 40, 2)
-    ids = np.concatenate([batch["input_ids"].flatten().numpy() for batch in batches])
-    read = {"a": int((ids < 5000).sum()), "b": int((ids >= 5000).sum())}
-    assert record.tokens_of_source == read and record.tokens == len(ids)
-    assert read["b"] / len(ids) != pytest.approx(weights[1])
 
 
 def test_uneven_budgets_sum_to_the_asked_total(make_llama, convert, tmp_path):
@@ -171,6 +155,9 @@ def test_the_compute_dtype_is_not_the_stored_one(make_llama, convert, tmp_path, 
 def test_files_that_travel(make_llama, convert, tmp_path):
     base = make_llama()
     (base / "LICENSE.txt").write_text("licence of the base")
+    (base / "chat_template.jinja").write_text("{{ 'plain' }}")
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 'tools' }}")
     (base / "training_args.bin").write_bytes(b"pickle")
     of_the_base = ("run.json", "evaluation.json", "report.json", "checkpoint.json")
     for name in of_the_base:
@@ -181,23 +168,13 @@ def test_files_that_travel(make_llama, convert, tmp_path):
     code = set(REMOTE_CODE)
     assert {name for name in names if name.endswith(".py")} == code
     assert names.isdisjoint({"training_args.bin", *of_the_base})
+    templates = AutoTokenizer.from_pretrained(tmp_path / "moh").chat_template
+    assert templates == {"default": "{{ 'plain' }}", "tool_use": "{{ 'tools' }}"}
     # transformers 5.2 loads the files that the modelling file itself imports, not what those import.
     modeling = (tmp_path / "moh" / "modeling_moh_llama.py").read_text()
     assert set(re.findall(r"^from \.(\w+) import", modeling, re.MULTILINE)) == {Path(name).stem for name in code} - {
         "modeling_moh_llama"
     }
-
-
-def test_chat_templates_beside_the_default_one_travel(make_llama, convert, tmp_path):
-    base = make_llama()
-    (base / "chat_template.jinja").write_text("{{ 'plain' }}")
-    (base / "additional_chat_templates").mkdir()
-    (base / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 'tools' }}")
-    assert convert(base, tmp_path / "moh", "--preset", "paper", "--heldout-tokens", "0") == 0
-    templates = AutoTokenizer.from_pretrained(tmp_path / "moh").chat_template
-    assert templates == {"default": "{{ 'plain' }}", "tool_use": "{{ 'tools' }}"}
-    assert main(["convert", str(tmp_path / "moh"), "--to-dense", "--output", str(tmp_path / "dense")]) == 0
-    assert AutoTokenizer.from_pretrained(tmp_path / "dense").chat_template == templates
 
 
 def test_overwrite_replaces_only_a_finished_conversion(make_llama, convert, tmp_path):

@@ -87,15 +87,7 @@ def test_router_is_the_ridge_of_the_log_error(heads, group_size, shared, routed)
 
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "groups", "shared", "group_size"),
-    [
-        (4, 2, [], 1),
-        (9, 3, [0, 1, 8], 1),
-        (9, 3, [3, 4, 5], 3),
-        (8, 2, [6, 7], 2),
-        (4, 4, [], 4),
-    ],
-    ids=str,
+    ("heads", "groups", "shared", "group_size"), [(4, 2, [], 1), (9, 3, [0, 1, 8], 1), (9, 3, [3, 4, 5], 3)], ids=str
 )
 def test_cost_is_what_the_tensors_do_to_held_out_tokens(heads, groups, shared, group_size, fallback):
     sample = make_sample(heads, groups)
@@ -144,29 +136,22 @@ def test_importance_shares_the_heads_or_groups_that_no_fallback_replaces():
     assert LayerFitter(sample, 4, fallback=False, group_size=2).shared_heads == [2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("fallback", [False, True])
-def test_held_out_tokens_change_the_cost_only(fallback):
+def test_held_out_tokens_change_the_cost_only():
     sample = make_sample()
     other = dataclasses.replace(sample, inputs=sample.inputs.clone(), heads=sample.heads.clone())
     other.inputs[sample.fitted :] += 0.5
     other.heads[:, sample.fitted :] *= 2
-    one, two = (LayerFitter(s, 1, fallback).fit(2) for s in (sample, other))
+    one, two = (LayerFitter(s, 1, True).fit(2) for s in (sample, other))
     assert all(torch.equal(one.tensors[name], two.tensors[name]) for name in one.tensors)
     assert one.cost != two.cost
 
 
-@pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("spoiled", ["heads", "values", "inputs"])
-def test_what_does_not_vary_gives_finite_tensors(spoiled, fallback):
+def test_what_does_not_vary_gives_finite_tensors():
     sample = make_sample()
-    if spoiled == "inputs":
-        sample.inputs[:] = 0.5
-    else:
-        getattr(sample, spoiled)[1] = 0
-    fitter = LayerFitter(sample, 1, fallback)
-    for dropped in (1, 2, 3):
-        fit = fitter.fit(dropped)
-        assert np.isfinite(fit.cost) and all(tensor.isfinite().all() for tensor in fit.tensors.values())
+    sample.inputs[:] = 0.5
+    sample.heads[1], sample.values[2] = 0, 0
+    fit = LayerFitter(sample, 1, fallback=True).fit(2)
+    assert np.isfinite(fit.cost) and all(tensor.isfinite().all() for tensor in fit.tensors.values())
 
 
 def test_a_layer_whose_heads_are_all_on_has_no_tensors():

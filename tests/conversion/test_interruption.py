@@ -67,19 +67,6 @@ def test_killed_and_run_again(make_llama, convert, river, tmp_path, sign):
     assert (tmp_path / "moh" / "conversion.json").exists() and not (tmp_path / "moh" / "mine.txt").exists()
 
 
-@pytest.mark.slow
-def test_leftovers_of_others_are_not_touched(tmp_path, dead_process):
-    """Of a living process, another machine, another folder."""
-    with child("import time; time.sleep(600)") as process:
-        others = {f".moh.{HOST}.{process.pid}.tmp", f".moh.elsewhere.{dead_process}.tmp"}
-        others |= {f".moh2.{HOST}.{dead_process}.tmp", f".moh.{HOST}.x.tmp"}
-        for name in others:
-            (tmp_path / name).mkdir()
-        with new_folder(tmp_path / "moh"):
-            pass
-        assert {path.name for path in tmp_path.iterdir()} == {*others, "moh"}
-
-
 def test_a_killed_swap_is_undone(tmp_path, dead_process):
     """Killed between the two renames: the old folder has gone aside and the new one has not come."""
     output, mark = tmp_path / "moh", f".moh.{HOST}.{dead_process}"

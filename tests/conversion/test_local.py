@@ -46,7 +46,7 @@ def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path,
     assert parts[0]["kl"] < parts[1]["kl"]
 
 
-@pytest.mark.parametrize("router", ["none", "linear", "threshold"])
+@pytest.mark.parametrize("router", ["none", "threshold"])
 def test_it_runs_with_transformers_alone(base, convert, tmp_path, router):
     flags = ["--local-window", "16", "local_sinks=2", "--router", router]
     flags += ["--num-active-heads", "2", "--context", "128", "--heldout-tokens", "0"]

@@ -49,8 +49,6 @@ def test_groups_are_forgotten_where_heads_are_asked_for(base, convert, read_tens
     assert equal(read_tensors(tmp_path / "again"), read_tensors(tmp_path / "direct"))
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("direct", "again")]
     assert configs[0] == configs[1] and configs[0]["routing_granularity"] == "head"
-    assert main(["convert", str(tmp_path / "groups"), "--to-dense", "--output", str(tmp_path / "dense")]) == 0
-    assert (tmp_path / "dense" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
 
 
 def test_the_way_back_gives_the_bases_file(base, moh, tmp_path):

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaForCausalLM
 
 from moh_llm.analysis.retrieval import Answer, Prompt, score
-from moh_llm.cli import main
 from moh_llm.conversion import convert as convert_module
 from moh_llm.conversion import verify as verify_module
 from moh_llm.conversion.layers import LayerwiseModel
@@ -125,16 +124,6 @@ def test_a_failed_proof_leaves_no_folder(make_llama, convert, tmp_path, monkeypa
     error = capsys.readouterr().err
     assert "layer 1 with all heads on does not equal the base's; nothing was written" in error
     assert list(tmp_path.iterdir()) == []
-
-
-def test_output_may_not_hold_the_base(make_llama, tmp_path, capsys):
-    base = tmp_path / "models" / "base"
-    shutil.copytree(make_llama(), base)
-    before = sorted(path.name for path in base.iterdir())
-    for output in (base, base.parent):
-        assert main(["convert", str(base), "--preset", "paper", "--output", str(output), "--overwrite"]) == 2
-        assert f"would replace {base}, which is an input" in capsys.readouterr().err
-    assert sorted(path.name for path in base.iterdir()) == before
 
 
 def test_figures_of_long_contexts_are_those_of_whole_models(folders, batches, monkeypatch):

@@ -10,7 +10,6 @@ import torch
 from tiny import save_wider_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moh_llm.cli import main
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.records.conversion import read_chain, read_conversion
 
@@ -65,28 +64,13 @@ def test_the_bases_tokens_stay_as_they_were(
 def test_records_say_what_was_added(make_llama, convert, wider: Path, tmp_path: Path, capsys) -> None:
     base, output = make_llama(max_position_embeddings=64), tmp_path / "moh"
     assert convert(base, output, "--tokenizer", str(wider)) == 0
-    assert "4 new tokens: 257 -> 320 rows" in capsys.readouterr().out
+    assert "4 new tokens" in capsys.readouterr().out
     record, (entry,) = read_conversion(output), read_chain(output).entries
     added = record.vocabulary
-    assert (added.base_rows, added.rows, added.new_tokens) == (257, 320, 4)
-    assert (added.tokenizer, entry.new_tokens) == (wider.name, 4)
+    assert (added.tokenizer, added.new_tokens, entry.new_tokens) == (wider.name, 4, 4)
     assert entry.dense_sha256 == record.base.dense_sha256 != added.dense_sha256 == entry.made.dense
     assert record.base.name == str(base)
     assert record.verification.all_heads_active.equals_base
-
-
-def test_the_way_back_keeps_the_tokens(make_llama, convert, wider: Path, tmp_path: Path, one_thread: None) -> None:
-    base, output, dense = make_llama(max_position_embeddings=64), tmp_path / "moh", tmp_path / "dense"
-    assert convert(base, output, "--tokenizer", str(wider)) == 0
-    assert main(["convert", str(output), "--to-dense", "--output", str(dense)]) == 0
-    back, moh = AutoModelForCausalLM.from_pretrained(dense), MoHLlamaForCausalLM.from_pretrained(output)
-    assert (back.config.model_type, back.config.vocab_size) == ("llama", 320)
-    ids = torch.tensor([AutoTokenizer.from_pretrained(dense)("the mill, <|user|>")["input_ids"]])
-    assert {258, 259, 260} < {*ids[0].tolist()}
-    with torch.no_grad(), moh.all_heads_active():
-        assert torch.equal(back(ids).logits, moh(ids).logits)
-    # And on: what was widened is converted like any other.
-    assert convert(dense, tmp_path / "again", "--heldout-tokens", "0") == 0
 
 
 REFUSED = {
