@@ -46,9 +46,7 @@ def calibration_text(conversion: Conversion) -> str:
 
 def parameters_added(parameters: Parameters) -> str:
     """Number of weights of the base, and of those that the conversion adds."""
-    return (
-        f"{parameters.dense:,} of the base, {parameters.routers:,} in routers, {parameters.fallbacks:,} in fallbacks"
-    )
+    return f"{parameters.dense:,} of the base, {parameters.routers:,} in routers, {parameters.fallbacks:,} in fallbacks"
 
 
 # ---- a training run

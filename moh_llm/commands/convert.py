@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moh_llm.flags import OptionParser, options_from
-from moh_llm.terminal import console, say
+from moh_llm.terminal import say
 
 if TYPE_CHECKING:
     from moh_llm.conversion.config import ConversionConfig
@@ -79,26 +79,18 @@ def print_conversion(record: "Conversion", output: Path) -> None:
 
 
 def _print_proof(proof: "Verification") -> None:
-    from rich.table import Table
-
     from moh_llm.intervals import show_documents, show_figure
 
-    say(f"all heads on: every layer equals the base's, bit for bit ({proof.dtype})")
-    documents = show_documents(proof.held_out_documents)
-    table = Table(title=f"held-out text, {proof.held_out_tokens} tokens of {documents}")
-    for column in ("model", "perplexity", "x base (95 %)", "KL to base (95 %)", "same top-1"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    table.add_row("base", f"{proof.base_perplexity:.2f}", "1.000", "0", "100.0 %")
     own = proof.converted
-    table.add_row(
-        "converted",
-        f"{own.perplexity:.2f}",
-        show_figure(own.perplexity_ratio, own.ratio_interval, ".3f", "\n"),
-        show_figure(own.kl, own.kl_interval, ".4f", "\n"),
-        f"{100 * own.top1_agreement:.1f} %",
+    say(
+        f"all heads on: every layer equals the base's, bit for bit ({proof.dtype})",
+        f"as planned, on {proof.held_out_tokens:,} held-out tokens of {show_documents(proof.held_out_documents)}, with "
+        "95 % intervals:",
+        f"  perplexity {own.perplexity:.2f}, the base's {proof.base_perplexity:.2f}: "
+        f"x {show_figure(own.perplexity_ratio, own.ratio_interval, '.3f')}",
+        f"  KL to the base {show_figure(own.kl, own.kl_interval, '.4f')}, same top-1 token {own.top1_agreement:.1%}",
     )
-    console().print(table)
     for part in proof.by_position:
-        say(f"converted, from position {part.start} of a document on: KL {part.kl:.4f} ({part.tokens} tokens)")
+        say(f"  from position {part.start:,} of a document on: KL {part.kl:.4f} ({part.tokens:,} tokens)")
     for found in proof.retrieval:
-        say(f"{found.task} of what is out of sight: {found.converted} of {found.asked} right, the base {found.base}")
+        say(f"  {found.task} of what is out of sight: {found.converted} of {found.asked} right, the base {found.base}")

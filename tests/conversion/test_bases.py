@@ -84,10 +84,6 @@ def _twice(base: Path) -> None:
     save_file(load_file(edit_shard) | {"model.norm.weight": torch.ones(32)}, edit_shard, metadata={"format": "pt"})
 
 
-def _adapter(base: Path) -> None:
-    (base / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"}))
-
-
 AMBIGUOUS = {
     "in two files": (_twice, "has two tensors model.norm.weight"),
     "of torch.distributed": (
@@ -98,7 +94,6 @@ AMBIGUOUS = {
         lambda base: edit(base, **{"norm.weight": torch.full((32,), 2.0)}),
         "transformers loads norm.weight as model.norm.weight",
     ),
-    "adapter": (_adapter, "holds an adapter (adapter_config.json)"),
 }
 
 

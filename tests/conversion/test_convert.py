@@ -177,17 +177,6 @@ def test_files_that_travel(make_llama, convert, tmp_path):
     }
 
 
-def test_overwrite_replaces_only_a_finished_conversion(make_llama, convert, tmp_path):
-    base = make_llama()
-    (tmp_path / "moh").mkdir()
-    (tmp_path / "moh" / "mine.txt").write_text("keep me")
-    assert convert(base, tmp_path / "moh", "--overwrite", "--num-active-heads", "9") == 2
-    assert (tmp_path / "moh" / "mine.txt").exists()
-    assert convert(base, tmp_path / "moh", "--overwrite") == 0
-    assert not (tmp_path / "moh" / "mine.txt").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["moh"]
-
-
 def test_stories_reproduce_the_golden_logits(shared, tmp_path):
     base = shared / "data" / "checkpoints" / "stories260K-hf"
     golden = np.load(shared / "golden" / "official_moh_stories260K.npz")

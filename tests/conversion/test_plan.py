@@ -122,13 +122,6 @@ def test_config_holds_ids_and_budgets_of_each_layer():
     assert (config.hidden_size, config.num_key_value_heads, config.rope_parameters["rope_theta"]) == (32, 2, 7.0)
     assert config.architectures == ["MoHLlamaForCausalLM"]
 
-    first = build_config(base, PlanOptions(preset="paper"), [[0, 1], [0, 1]], [3, 3])
-    assert (first.shared_heads, first.num_shared_heads, first.num_active_heads) == (None, 2, 3)
-    assert (first.router_type, first.head_fallback) == ("query_norm", "none")
-
-    groups = build_config(base, by_group(), [[2, 3], [2, 3]], [2, 4])
-    assert (groups.routing_granularity, groups.shared_heads, groups.moh_format) == ("kv_group", [[2, 3], [2, 3]], 2)
-
     with pytest.raises(UserError, match=r"impossible head plan: .*num_active_heads=5 must lie between"):
         build_config(base, PlanOptions(), [[0], [0]], [4, 5])
 

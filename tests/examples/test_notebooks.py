@@ -57,14 +57,6 @@ def _text_of(output) -> dict:
     return {kind: value for kind, value in output.get("data", {}).items() if not kind.startswith("image/")}
 
 
-def test_the_one_for_a_gpu_says_that_it_was_not_run() -> None:
-    notebook = read(NOT_RUN)
-    assert "has not been run here" in notebook.cells[0].source
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert code and all(cell.outputs == [] and cell.execution_count is None for cell in code)
-    assert {path.stem for path in FOLDER.glob("*.ipynb")} == {*EXECUTED, NOT_RUN}
-
-
 def test_its_commands_are_understood() -> None:
     source = "\n".join(cell.source for cell in read(NOT_RUN).cells if cell.cell_type == "code").replace("\\\n", " ")
     calls = [shlex.split(found) for found in re.findall(r"(?:moh-llm|moh_llm\.cli) (.*)", source)]
