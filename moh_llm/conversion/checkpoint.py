@@ -21,7 +21,7 @@ from moh_llm.conversion.base import BaseCheckpoint, accompanying
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
-from moh_llm.records.conversion import CONVERSION, LINEAGE, Vocabulary, last_component
+from moh_llm.records.conversion import CONVERSION, LINEAGE
 from moh_llm.records.model import INDEX_NAME, SINGLE_NAME, TOKENIZERS, save_tensors
 from moh_llm.records.seal import SEAL
 from moh_llm.records.tensors import EMBEDDING, HEAD, cast_weight
@@ -128,14 +128,12 @@ class Widening:
         own: the base's tokenizer.
         new_ids: ids of tokens without a row in the base's embedding, or with a row that no token had.
         rows: rows of the widened embedding.
-        record: entry of `conversion.json`, still without a hash.
     """
 
     tokenizer: PreTrainedTokenizerBase
     own: PreTrainedTokenizerBase
     new_ids: list[int]
     rows: int
-    record: Vocabulary
 
 
 def plan_widening(base: BaseCheckpoint, name: str) -> Widening:
@@ -159,8 +157,7 @@ def plan_widening(base: BaseCheckpoint, name: str) -> Widening:
     if not new_ids:
         raise UserError(f"--tokenizer {name} has no token that {base.name} lacks; drop --tokenizer")
     rows = math.ceil(max(rows, 1 + new_ids[-1]) / _MULTIPLE) * _MULTIPLE
-    record = Vocabulary(tokenizer=last_component(name), new_tokens=len(new_ids))
-    return Widening(tokenizer, own, new_ids, rows, record)
+    return Widening(tokenizer, own, new_ids, rows)
 
 
 def widen(base: BaseCheckpoint, widening: Widening, folder: Path) -> BaseCheckpoint:

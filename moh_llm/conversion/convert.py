@@ -37,6 +37,8 @@ from moh_llm.records.conversion import (
     ConversionEntry,
     Parameters,
     Plan,
+    Vocabulary,
+    last_component,
 )
 from moh_llm.records.identity import FolderRecords, hash_model, hash_weights, read_records
 from moh_llm.records.model import read_config
@@ -117,8 +119,9 @@ def convert(options: ConversionConfig) -> Conversion:
         record.made = made = hash_model(folder)
         entry = ConversionEntry(kind="conversion", base=identity.label, dense_sha256=identity.dense_sha256, made=made)
         if widening is not None:
-            entry.new_tokens = len(widening.new_ids)
-            record.vocabulary = widening.record.model_copy(update={"dense_sha256": made.dense})
+            entry.new_tokens = count = len(widening.new_ids)
+            name = last_component(options.tokenizer)
+            record.vocabulary = Vocabulary(tokenizer=name, new_tokens=count, dense_sha256=made.dense)
             shutil.rmtree(base.folder)
         record.seconds = round(time.perf_counter() - started, 1)
         record.write(folder / CONVERSION)
