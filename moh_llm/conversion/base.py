@@ -236,6 +236,7 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
         if fields.get("num_local_experts"):
             kind = "mixtral"
             fields = fields | {name: fields[own] for own, name in _EXPERTS.items() if own in fields}
+    # What the architecture implies is no argument of its config.
     marks = {key for implied in FAMILIES.values() for key in implied if key != "attention_bias"}
     foreign = _ONLY_LLAMA.get(kind, set())
     own = [key for key in sorted(foreign - FAMILIES[kind].keys()) if fields.get(key)]
@@ -252,27 +253,23 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
 
 
 def _check_attention(config: PreTrainedConfig, kind: str, name: str) -> None:
-    """Raise UserError unless all layers are alike and attend to all earlier tokens and no later one.
-
-    transformers reads these fields in code that all models share, so any config may have them.
-    """
-    if not getattr(config, "is_causal", True):
-        raise UserError(
-            f"{name}: is_causal={config.is_causal} is not supported, since MoH layers attend to earlier tokens only; "
-            "remove it from config.json if the model was trained to predict the next token"
-        )
-    if getattr(config, "is_heterogeneous", False) or vars(config).get("per_layer_config"):
-        raise UserError(f"{name}: per_layer_config is not supported, since all layers of a MoH model are alike")
+    """Raise UserError unless all layers are alike and attend to all earlier tokens and no later one."""
     window = getattr(config, "sliding_window", None)
-    slides = window and (kind in ("mistral", "mixtral") or getattr(config, "use_sliding_window", False))
-    types = getattr(config, "layer_types", None) or []
-    if other := next((kind for kind in types if kind not in ("full_attention", "sliding_attention")), None):
-        raise UserError(f"{name}: layer_types has {other!r}, and MoH layers know full_attention only")
-    if slides or "sliding_attention" in types:
-        raise UserError(
-            f"{name}: sliding_window={window} is not supported, since MoH layers attend to all earlier tokens; "
-            "set it to null in config.json to use the model on texts no longer than the window"
-        )
+    others = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    # transformers reads some of these fields in code that all models share, so any config may have them.
+    slides = kind in ("mistral", "mixtral") or getattr(config, "use_sliding_window", False)
+    faults = {
+        "is_causal=False": not getattr(config, "is_causal", True),
+        "per_layer_config": getattr(config, "is_heterogeneous", False) or vars(config).get("per_layer_config"),
+        f"sliding_window={window}": window and (slides or "sliding_attention" in others),
+        f"layer_types with {', '.join(sorted(others))}": others,
+    }
+    for fault, found in faults.items():
+        if found:
+            raise UserError(
+                f"{name}: {fault} is not supported, since all layers of a MoH model attend to all earlier tokens; "
+                "change it in config.json (sliding_window: null) if your texts are no longer than the window"
+            )
 
 
 def moh_fields(config: PreTrainedConfig) -> dict[str, Any]:
