@@ -23,7 +23,7 @@ from moh_llm.terminal import console, say
 
 KEYS = 0.5  # share of the base's keys that the converted model reads
 CONTEXT = 512  # tokens of a sequence
-# Sequences. SmolLM2-135M takes less than ten minutes on two cores without AVX-512, and most of it is training.
+# Sequences, few enough for SmolLM2-135M on two cores without AVX-512: less than ten minutes by the rates of its passes.
 CALIBRATION, HELD_OUT, STEPS, BATCH = 8, 6, 4, 2
 CONTINUED = 32  # tokens that base and tuned model add to one prompt
 RECIPE = """\
