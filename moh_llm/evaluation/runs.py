@@ -178,9 +178,7 @@ def recipe(run: TrainingRun) -> Pairs:
 
 def objective(kind: str, teacher: ReferenceKind) -> str:
     """An objective in words."""
-    if kind == "distillation":
-        return f"distillation, teacher: {REFERENCES[teacher]}"
-    return "cross-entropy on the text" if kind == "cross_entropy" else kind
+    return f"distillation, teacher: {REFERENCES[teacher]}" if kind == "distillation" else "cross-entropy on the text"
 
 
 def _weights_trained(run: TrainingRun) -> str:

@@ -14,7 +14,7 @@ from cards import read_log, write_log, write_run
 from records import make_record, verdict
 
 from moh_llm.cli import main
-from moh_llm.evaluation import charts
+from moh_llm.evaluation import report
 from moh_llm.evaluation.charts import Axis, Chart, HeatMap, IntervalChart, LineChart
 from moh_llm.evaluation.report import render, write_report
 from moh_llm.evaluation.runs import read_run, read_runs_behind
@@ -109,7 +109,7 @@ def test_router_health(run: Path) -> None:
     page = page_of(run)
     for row in ("| 1 of 5 | - |", "| 3 of 5 | 37.50 |", "| - | - |"):
         assert row in page
-    (load,) = [chart for chart in charts.run_charts(read_run(run)) if chart.name == "run-load"]
+    (load,) = [chart for chart in report.run_charts(read_run(run)) if chart.name == "run-load"]
     assert load.rows == other["load"] and "which no token selects: 3." in load.note
 
 
@@ -194,24 +194,24 @@ def test_pages_need_nothing_else_and_escape_values(evaluation: EvaluationRecord,
 
 
 def test_charts_of_an_evaluation_hold_its_figures(evaluation: EvaluationRecord, analysis: Record) -> None:
-    deltas, scores = charts.score_charts(evaluation)
+    deltas, scores = report.score_charts(evaluation)
     for number, row in enumerate(evaluation.benchmarks):
         for label in ("one", "two"):
             delta = row.scores[label].delta
             assert deltas.series[label][number] == (delta.value, *delta.interval)
         assert scores.series["base"][number][0] == row.scores["base"].value
-    flops, seconds = charts.cost_charts(evaluation.analyses, evaluation.models)
+    flops, seconds = report.cost_charts(evaluation.analyses, evaluation.models)
     assert list(flops.series) == ["one"]  # the other analysis failed
     for chart, key in ((flops, "flops"), (seconds, "seconds")):
         assert chart.series["one"] == [(cost["length"], cost["moh"] / cost["dense"]) for cost in analysis[key]]
-    assert charts.load_chart(1, analysis).rows == analysis["head_load"]["load"]
+    assert report.load_chart(1, analysis).rows == analysis["head_load"]["load"]
 
 
 def test_curves_are_the_logs_numbers(run: Path) -> None:
     lines = read_log(run)
     lines[4] |= {"dropped": "the loss is not finite", "loss": None}
     write_log(run, lines)
-    found = {chart.title: chart.series for chart in charts.run_charts(read_run(run))}
+    found = {chart.title: chart.series for chart in report.run_charts(read_run(run))}
     kept = [line for line in lines[1:] if line["step"] != 4]
     assert found["KL to the base"] == {"KL": [(line["tokens"], line["kl"]) for line in kept]}
     assert found["Held-out perplexity"] == {"ratio": [(0, 1.5), (96, 1.35), (192, 1.2)]}
@@ -223,7 +223,7 @@ def test_curves_are_the_logs_numbers(run: Path) -> None:
 def test_long_curves_are_running_medians(count: int) -> None:
     draw = random.Random(count)
     curve = [(step * 32, draw.random()) for step in range(1, count + 1)]
-    found = charts.smoothed(curve)
+    found = report.smoothed(curve)
     assert found[0][0] == 32 and found[-1][0] == count * 32 and len(found) < 402
     half = max(11, count // 20) // 2 if count > 200 else 0
     for tokens, value in found:
