@@ -115,6 +115,6 @@ def test_without_float64_sums_are_taken_on_the_cpu() -> None:
         states = torch.randn(6, 8, device="mps")
         found = [wide(states), compare_predictions(states, states, torch.zeros(6, dtype=torch.int64, device="mps"))]
         counts = RoutingCounts()
-        counts.add([states], [states > 0], wide(states).sum(), torch.zeros(6, dtype=torch.bool, device="mps"))
-        found += [*counts._selected, *counts._scores]
+        counts.add([states > 0], wide(states).sum())
+        found += counts._selected
     assert {(tensor.device.type, tensor.dtype) for tensor in found} == {("cpu", torch.float64)}

@@ -215,11 +215,11 @@ def held_out_table(run: TrainingRun) -> Table | None:
     if len(lines) > _SCORES:
         kept = {round(index * (len(lines) - 1) / (_SCORES - 1)) for index in range(_SCORES)}
         lines = [lines[index] for index in sorted(kept)]
-    rows = [[f"{line.tokens or 0:,}", *_figures(line.validation), *_health(line.routing)] for line in lines]
+    rows = [[f"{line.tokens or 0:,}", *_figures(line.validation), _dead_heads(line.routing)] for line in lines]
     if saved:
-        rows.append([f"{run.tokens:,} (saved model)", *_figures(saved), *_health(None)])
+        rows.append([f"{run.tokens:,} (saved model)", *_figures(saved), _dead_heads(None)])
     scores = ["documents", "perplexity", "reference's", "ratio", "KL", "same top-1 %"]
-    head = ["tokens", *scores, "dead heads", "tokens with other heads %"]
+    head = ["tokens", *scores, "dead heads"]
     return Table(head, rows, text=0).without_empty_columns() if rows else None
 
 
@@ -234,11 +234,8 @@ def _figures(scores: Scores) -> list[str]:
     ]
 
 
-def _health(routing: Routing | None) -> list[str]:
-    if routing is None:
-        return ["-", "-"]
-    dead = f"{sum(routing.dead_heads)} of {sum(map(len, routing.load))}"
-    return [dead, show_number(routing.tokens_with_other_heads, ".2f", 100)]
+def _dead_heads(routing: Routing | None) -> str:
+    return "-" if routing is None else f"{sum(routing.dead_heads)} of {sum(map(len, routing.load))}"
 
 
 def held_out_note(run: TrainingRun) -> str:
@@ -252,14 +249,8 @@ def held_out_note(run: TrainingRun) -> str:
         notes.append(f"Ratio of perplexities and KL (nats per token): to {reference}.")
     if last.kl_interval or last.ratio_interval:
         notes.append("In brackets: 95 % intervals over the documents.")
-    health = [line.routing for line in scored if line.routing]
-    if any(any(found.load) for found in health):
+    if any(line.routing and any(line.routing.load) for line in scored):
         notes.append("Dead heads: routed heads that no token selects.")
-    if any(found.tokens_with_other_heads is not None for found in health):
-        notes.append(
-            "Tokens with other heads: other than before the first step, mean over the layers with a router, "
-            "without tokens that have all heads on."
-        )
     if saved and saved.kl is not None and saved.dtype:
         notes.append(f"The saved model and {reference} were scored in {saved.dtype}.")
     if saved and saved.all_heads_kl is not None:

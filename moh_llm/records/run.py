@@ -50,29 +50,17 @@ class Scores(Record):
 class Routing(Record):
     """Router statistics by layer, over all tokens of the held-out text.
 
-    A layer in which the same heads are on for all tokens has an empty `load`, and None for `entropy` and `changed`.
+    A layer in which the same heads are on for all tokens has an empty `load`.
 
     Attributes:
         load: share of tokens whose scores select each routed head.
-        entropy: entropy of the mean softmax score over its maximum; None below two routed groups.
         dead_heads: number of heads of `load` that no token selects.
-        changed: share of tokens whose heads differ from those when training began, of the tokens that may have heads
-            off; None as a whole before the first step.
         heads_read: heads that a token has on, mean over layers and tokens.
     """
 
     load: list[list[float]]
-    entropy: list[float | None]
     dead_heads: list[int]
-    changed: list[float | None] | None
     heads_read: float | None = None
-
-    @property
-    def tokens_with_other_heads(self) -> float | None:
-        """`changed`, mean over the layers in which tokens choose."""
-        pairs = zip(self.changed or [], self.load, strict=False)
-        shares = [share for share, load in pairs if load and share is not None]
-        return sum(shares) / len(shares) if shares else None
 
 
 class Timing(Record):

@@ -17,7 +17,7 @@ from rich.table import Column
 
 from moh_llm.claims import held_out_scores
 from moh_llm.errors import UserError, printable
-from moh_llm.records.run import LogLine, Routing, Timing
+from moh_llm.records.run import LogLine, Timing
 from moh_llm.terminal import console
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.losses import StepLosses
@@ -66,15 +66,6 @@ def step_line(
     if peak_rate is not None:
         line.timing.mfu = round(rate / peak_rate, 4)
     return line
-
-
-def _show_health(routing: Routing) -> str:
-    text = ""
-    if dead := sum(routing.dead_heads):
-        text += f", {dead} dead heads"
-    if (changed := routing.tokens_with_other_heads) is not None:
-        text += f", {100 * changed:.1f} % of tokens with other heads than at the start"
-    return text
 
 
 # Off a terminal (a batch job's log file) this many seconds pass between two lines.
@@ -132,7 +123,8 @@ class ProgressLine:
         if line.dropped is not None:
             self._say(f"step {step} was dropped: {line.dropped}")
         if line.validation is not None and line.routing is not None:
-            self._say(f"step {step}: {held_out_scores(line.validation)}{_show_health(line.routing)}")
+            dead = sum(line.routing.dead_heads)
+            self._say(f"step {step}: {held_out_scores(line.validation)}{f', {dead} dead heads' if dead else ''}")
         if line.timing is None:
             return
         numbers = line.content()
@@ -197,7 +189,7 @@ def track(accelerator: Accelerator, line: LogLine) -> None:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested maps and lists by names like ``validation/kl`` and ``routing/entropy/07``."""
+    """Leaves of nested maps and lists by names like ``validation/kl`` and ``routing/dead_heads/07``."""
     for key, value in values.items():
         if isinstance(value, (list, tuple)):
             value = {f"{number:02d}": item for number, item in enumerate(value)}

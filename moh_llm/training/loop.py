@@ -25,7 +25,7 @@ from moh_llm.files import check_place
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
 from moh_llm.records.identity import hash_model
-from moh_llm.records.run import CheckpointRecord, LogLine, RunRecord, Scores
+from moh_llm.records.run import CheckpointRecord, LogLine, RunRecord
 from moh_llm.records.seal import SEAL, mark_files
 from moh_llm.terminal import say
 from moh_llm.training import networks
@@ -39,7 +39,7 @@ from moh_llm.training.preflight import check_model
 from moh_llm.training.reference import Reference, agreed_starting_point, expected_reference
 from moh_llm.training.runs import Run, describe_data, mark_model
 from moh_llm.training.saving import is_finished, save_network
-from moh_llm.training.scoring import RoutingCounts, evaluate, score_saved
+from moh_llm.training.scoring import evaluate, score_saved
 from moh_llm.training.sharding import build_networks
 from moh_llm.training.step import MOST_DROPPED, accumulate_gradients, seed_step, set_learning_rates, why_dropped
 from moh_llm.training.zero import by_deepspeed
@@ -97,9 +97,6 @@ class _Training:
         self.config, self.accelerator, self.run, self.say = config, accelerator, run, say
         self.done, self.updates, self.seconds = 0, 0, 0.0  # steps made, updates of the weights, time of the steps
         self.dropped = 0  # the last steps whose loss or gradient was not finite, one after the other
-        # Scores and routing before any step, with which later ones are compared, in a resumed run too.
-        self.start_scores: Scores | None = None
-        self.start_routing: RoutingCounts | None = None
 
     # ---- what the run begins with
 
@@ -140,7 +137,7 @@ class _Training:
         self.run.check_data(describe_data(self.tokens.sources))
 
     def begin_or_resume(self) -> None:
-        """Write the run's record, score the model before any step, and load the newest checkpoint, if any."""
+        """Write the run's record, and load the newest checkpoint, if any."""
         config, accelerator, run, nets = self.config, self.accelerator, self.run, self.networks
         self.start = replace(self.start, mixture=self.tokens.name)
         run.begin(
@@ -156,8 +153,6 @@ class _Training:
             reference=self.reference and self.reference.kind,
         )
         found = self._newest_checkpoint()
-        if config.evaluation.eval_steps:
-            self.start_scores, self.start_routing = evaluate(accelerator, nets.model, self.held_out)
         if found is not None:
             folder, state = found
             self._load(folder)
@@ -196,17 +191,16 @@ class _Training:
                 if progress:
                     progress.step(line)
 
-            if self.start_routing is not None and not self.done:
-                health = self.start_routing.health(None, accelerator.reduce)
-                report(LogLine(step=0, validation=self.start_scores, routing=health))
+            if config.evaluation.eval_steps and not self.done:
+                scores, routing = evaluate(accelerator, self.networks.model, self.held_out)
+                report(LogLine(step=0, validation=scores, routing=routing))
             for step, batch in zip(steps, batches, strict=True):
                 line = self._take_step(step, batch, fastest)
                 receipt = make_receipt(self.stream, step * size)
                 line.tokens_of_source = {name: entry["tokens"] for name, entry in receipt.items()}
                 self.seconds += line.timing.seconds
                 if config.evaluation.eval_steps and step % config.evaluation.eval_steps == 0:
-                    line.validation, routing = evaluate(accelerator, self.networks.model, self.held_out)
-                    line.routing = routing.health(self.start_routing, accelerator.reduce)
+                    line.validation, line.routing = evaluate(accelerator, self.networks.model, self.held_out)
                 report(line)
 
                 # Only one of the processes may have a signal, or a disk that refuses.

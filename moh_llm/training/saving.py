@@ -90,9 +90,7 @@ def is_finished(run: Run, say: Callable[[str], None]) -> bool:
     """
     if run.record.status != "finished":
         return False
-    fault: str | None = f"{run.folder / 'run.json'} does not say which files it has"
-    if run.record.model_files is not None:
-        fault = find_fault(run.model, run.record.model_files)
+    fault = find_fault(run.model, run.record.model_files or {})
     if fault is None:
         return True
     if newest_checkpoint(run.checkpoints, say) is None:

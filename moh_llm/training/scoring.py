@@ -5,7 +5,6 @@ Scores are means over predicted positions, statistics of routers over all positi
 Shapes: N positions, U routed groups of a layer among which tokens choose (heads or key-value groups).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -38,66 +37,30 @@ class RoutingCounts:
         self._tokens = 0
         self._heads: torch.Tensor | float = 0.0  # sum over tokens of the heads that are on, mean over layers
         self._selected: list[torch.Tensor] = []  # per layer, tokens that select each group, [U]
-        self._scores: list[torch.Tensor] = []  # per layer, sums of softmax scores, [U]
-        self._choices: list[list[torch.Tensor]] = []  # per batch and layer, groups that each token selects, bool [N, U]
-        self._choose: list[torch.Tensor] = []  # per batch, which tokens may have heads off, bool [N]
 
-    def add(
-        self,
-        router_logits: Sequence[torch.Tensor],
-        choices: Sequence[torch.Tensor],
-        heads: torch.Tensor,
-        all_on: torch.Tensor,
-    ) -> None:
+    def add(self, choices: Sequence[torch.Tensor], heads: torch.Tensor) -> None:
         """Count a batch.
 
         Args:
-            router_logits: per layer `[N, U]`; U is 0 where the same heads are on for all tokens.
-            choices: per layer, groups that each token selects, bool `[N, U]`.
+            choices: per layer, groups that each token selects, bool `[N, U]`; U is 0 where the same heads are on for
+                all tokens.
             heads: heads that are on, mean over layers, summed over the tokens.
-            all_on: tokens that have all heads on, whatever they select, bool `[N]`.
         """
-        selected = [wide(choice.sum(0)) for choice in choices]
-        scores = [wide(logits.softmax(-1).sum(0)) for logits in router_logits]
-        self._tokens += len(router_logits[0])
-        self._selected = _added(self._selected, selected)
-        self._scores = _added(self._scores, scores)
-        self._choices.append([choice.cpu() for choice in choices])
-        self._choose.append(~all_on.cpu())
+        self._tokens += len(choices[0])
+        sums = [wide(choice.sum(0)) for choice in choices]
+        self._selected = [a + b for a, b in zip(self._selected, sums, strict=True)] if self._selected else sums
         self._heads = self._heads + heads
 
-    def health(self, start: "RoutingCounts | None", reduce: Reduce) -> Routing:
-        """Summarise what was counted.
-
-        Args:
-            start: counts of the same batches by the network that training began with.
-            reduce: sums a tensor over the processes, each of which counted a part of the text.
-        """
-        device = self._selected[0].device
-        counted = [self._tokens, sum(int(free.sum()) for free in self._choose), float(self._heads)]
-        tokens, choosing, heads = reduce(torch.tensor(counted, dtype=torch.float64, device=device))
+    def health(self, reduce: Reduce) -> Routing:
+        """Summarise what was counted; ``reduce`` sums a tensor over the processes, each of which counted a part."""
+        counted = [self._tokens, float(self._heads)]
+        tokens, heads = reduce(torch.tensor(counted, dtype=torch.float64, device=self._selected[0].device))
         load = [(reduce(selected) / tokens).repeat_interleave(self._group_size) for selected in self._selected]
-        changed: list[float | None] | None = None
-        if start is not None:
-            moved = [self._moved(start, layer) for layer in range(len(load))]
-            shares = reduce(torch.tensor(moved, dtype=torch.float64, device=device)) / choosing
-            pairs = zip(shares.tolist(), load, strict=True)
-            changed = [round(share, 6) if choosing and len(layer) else None for share, layer in pairs]
         return Routing(
             heads_read=round(float(heads / tokens), 6),
             load=[[round(share, 6) for share in layer.tolist()] for layer in load],
-            entropy=[_entropy(reduce(scores) / tokens) for scores in self._scores],
             dead_heads=[int((layer == 0).sum()) for layer in load],
-            changed=changed,
         )
-
-    def _moved(self, start: "RoutingCounts", layer: int) -> int:
-        batches = zip(self._choices, start._choices, self._choose, strict=True)
-        return sum(int(((mine[layer] != other[layer]).any(-1) & free).sum()) for mine, other, free in batches)
-
-
-def _added(sums: list[torch.Tensor], more: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [mine + other for mine, other in zip(sums, more, strict=True)] if sums else more
 
 
 def _choosable(router: MoHRouter) -> int:
@@ -106,22 +69,16 @@ def _choosable(router: MoHRouter) -> int:
     return router.routed_groups if router.router_type != "none" and chooses else 0
 
 
-def _entropy(mean_scores: torch.Tensor) -> float | None:
-    if len(mean_scores) < 2:
-        return None
-    return round(float(torch.special.entr(mean_scores).sum()) / math.log(len(mean_scores)), 6)
-
-
 @torch.no_grad()
 def evaluate(
     accelerator: Accelerator | None, model: torch.nn.Module, batches: list[Batch], all_heads: bool = False
-) -> tuple[Scores, RoutingCounts]:
+) -> tuple[Scores, Routing]:
     """Score held-out sequences with the model's own head budgets, or with all heads on.
 
     The processes share the sequences; without an accelerator this one scores all of them.
 
     Returns:
-        The scores, against the reference if there is one, and the routing of this process's sequences.
+        The scores, against the reference if there is one, and the health of the routers.
     """
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     step = accelerator.unwrap_model(model) if accelerator else model
@@ -132,7 +89,7 @@ def evaluate(
     # Every process knows all documents, so that their sums only have to be added up.
     documents = 1 + max(int(batch["documents"].max()) for batch in batches)
     sums = torch.zeros(documents, len(SUMMED), dtype=torch.float64, device=float64_device(device))
-    routing = RoutingCounts(step.network.config.heads_per_group)
+    counts = RoutingCounts(step.network.config.heads_per_group)
     model.eval()
     for number in range(rounds):
         # Every process takes part in every micro-batch: some strategies gather weights in each.
@@ -140,11 +97,11 @@ def evaluate(
         targets = next_token_targets(batch["labels"])
         inputs = (batch["input_ids"], batch["position_ids"], targets)
         found, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
-        counts = number < len(mine)
-        router_logits = [logits if counts else logits[:0] for logits in router_logits]
+        is_mine = number < len(mine)
+        router_logits = [logits if is_mine else logits[:0] for logits in router_logits]
         all_on = step.all_heads_on(batch["position_ids"].flatten()).to(device)
-        all_on = all_on if counts else all_on[:0]
-        if counts:
+        all_on = all_on if is_mine else all_on[:0]
+        if is_mine:
             own = batch["documents"][targets != IGNORED].to(sums.device)
             sums.index_add_(0, own, torch.cat([torch.ones_like(found[:, :1]), found], 1))
         routers = step.network.routers
@@ -152,17 +109,17 @@ def evaluate(
         pairs = list(zip(router_logits, routers, strict=True))
         # Where the same heads are on for all tokens, none chooses.
         choices = [router.select(logits).bool()[:, : _choosable(router)] for logits, router in pairs]
-        router_logits = [logits[:, : _choosable(router)] for logits, router in pairs]
-        routing.add(router_logits, choices, heads, all_on)
+        counts.add(choices, heads)
     model.train()
-    sums = accelerator.reduce(sums) if accelerator else sums
+    reduce: Reduce = accelerator.reduce if accelerator else lambda tensor: tensor
+    sums = reduce(sums)
     found = Comparison(sums[sums[:, 0] > 0].cpu().numpy())
     scores = Scores(tokens=found.tokens, documents=found.documents, perplexity=found.perplexity)
     if step.has_teacher:
         scores.reference, scores.reference_perplexity = step.reference.kind, found.reference_perplexity
         scores.kl, scores.top1_agreement = found.kl, found.top1_agreement
         scores.ratio_interval, scores.kl_interval = as_list(found.ratio_interval), as_list(found.kl_interval)
-    return scores, routing
+    return scores, counts.health(reduce)
 
 
 def score_saved(

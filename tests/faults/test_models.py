@@ -147,9 +147,6 @@ def test_all_yaml_is_read_within_bounds(tmp_path: Path, refused: Callable[..., s
     [
         ({"optimizer": {"learning_rate": float("inf")}}, "optimizer.learning_rate"),
         ({"checkpoint": {"save_steps": 0}}, "checkpoint.save_steps"),
-        ({"data": {"batch_size": 10**9}}, "data.batch_size"),
-        ({"data": {"batch_size": 10**6, "micro_batch_size": 10**6}}, "memory"),
-        ({"lora": {"rank": 10**9}}, "lora.rank"),
         ({"output_dir": "a" * 5000}, "too long"),
     ],
 )

@@ -406,13 +406,6 @@ PATCHES = (
         (f"{LOG}[local]",),
     ),
     Patch(
-        "tokens with other heads are of all tokens, also of those that have all heads on",
-        "moh_llm/training/scoring.py",
-        "dtype=torch.float64, device=device)) / choosing",
-        "dtype=torch.float64, device=device)) / tokens",
-        (f"{LOG}[local]",),
-    ),
-    Patch(
         "shares of calibration are the mixture's weights",
         "moh_llm/conversion/convert.py",
         "read = {source.name: count * length for source, count in zip(sources, windows, strict=True)}",

@@ -188,33 +188,17 @@ def _balance(run: Run, passes: list[network.Pass], heads: list[int]) -> torch.Te
 
 def _routing(run: Run, step: int) -> dict[str, Any]:
     """What the routers do on the held-out text."""
-    loads, entropies, changed = [], [], []
+    loads = []
     passes = run.scored[step].passes
-    # Of a document's first tokens, which have all heads on, none chooses.
-    until = costs.all_heads_until(run.config)
-    chooses = torch.cat([torch.arange(len(one.logits)) >= until for one in passes])
     for layer, active in enumerate(costs.per_layer(run.config, "num_active_heads")):
         if active == 8 or not costs.routed(run.config, layer):  # the same heads for all tokens
             loads.append([])
-            entropies.append(None)
-            changed.append(None)
             continue
-        now, start = (_scores_of(run.scored[at], layer) for at in (step, 0))
-        on, before = (chosen(run, layer, scores, active) for scores in (now, start))
+        now = torch.cat([one.scores[layer] for one in passes])
+        on = chosen(run, layer, now, active)
         loads.append([Near(share, 6e-7) for share in on.double().mean(0).tolist()])
-        mean = now.double().softmax(-1).mean(0).numpy()
-        spread = float(-(mean * np.log(mean)).sum())
-        entropies.append(Near(spread / math.log(len(mean)), 2e-6) if len(mean) > 1 else None)
-        others = float((on != before).any(-1)[chooses].double().mean())
-        changed.append(Near(others, 6e-7))
     return {
         "load": loads,
-        "entropy": entropies,
         "dead_heads": [sum(share.value == 0 for share in layer) for layer in loads],
-        "changed": changed if step else None,
         "heads_read": Near(float(torch.cat([heads_on(one) for one in passes]).mean()), 6e-7),
     }
-
-
-def _scores_of(found: network.Comparison, layer: int) -> torch.Tensor:
-    return torch.cat([one.scores[layer] for one in found.passes])
