@@ -133,12 +133,7 @@ def describe_model(model: str, records: FolderRecords | None) -> dict[str, Any]:
         return about | {"changed": records.changed}
     # Training leaves its record beside the tuned model's folder, not in it.
     places = [folder / name for name in RECORDS] + ([folder.parent / "run.json"] if folder.name == "model" else [])
-    about["records"] = [str(place) for place in places if place.is_file()]
-    conversion, steps = records.conversion, records.chain.entries
-    if conversion and conversion.verification and all(step.kind == "conversion" for step in steps[-1:]):
-        proof = conversion.verification
-        about |= {"by_position": proof.by_position, "retrieval": proof.retrieval}
-    return about
+    return about | {"records": [str(place) for place in places if place.is_file()]}
 
 
 def other_base(records: FolderRecords | None, base: str, revision: str | None) -> str | None:

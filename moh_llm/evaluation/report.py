@@ -16,7 +16,7 @@ from moh_llm.evaluation.rendering import html_templates, markdown_templates
 from moh_llm.evaluation.runs import TrainingRun
 from moh_llm.files import write_json, write_text
 from moh_llm.intervals import within
-from moh_llm.records.conversion import in_words
+from moh_llm.records.conversion import REFERENCES
 from moh_llm.records.evaluation import EvaluationRecord, Value
 
 # A curve with more points is drawn as its running median, at about _DRAWN points.
@@ -119,7 +119,8 @@ def load_chart(number: int, found: Mapping[str, Any]) -> Chart:
 
 def run_charts(run: TrainingRun) -> list[Chart]:
     """Scores on held-out text, losses and heads of the steps, and the routers' load at the last score."""
-    name, its = in_words([run.reference])
+    name = REFERENCES[run.reference]
+    its = "the base's" if run.reference == "base" else f"that of {name}"
     # Title, unit, and the curves by name with their numbers in the log; charts without a point are left out.
     curves: list[tuple[str, str, dict[str, str]]] = [
         ("Held-out perplexity", f"ratio to {its}", {"ratio": "validation.ratio"}),

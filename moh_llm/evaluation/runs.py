@@ -17,7 +17,7 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.rendering import Table, facts
 from moh_llm.intervals import show_figure, show_number
 from moh_llm.reading import parse_json
-from moh_llm.records.conversion import REFERENCES, ReferenceKind, in_words
+from moh_llm.records.conversion import REFERENCES, ReferenceKind
 from moh_llm.records.run import LogLine, Routing, RunRecord, Scores
 
 Pairs = list[tuple[str, str]]
@@ -240,7 +240,7 @@ def _dead_heads(routing: Routing | None) -> str:
 
 def held_out_note(run: TrainingRun) -> str:
     """What the scores of `held_out_table` are of, and how to read them."""
-    saved, scored, reference = run.record.evaluation, run.scored, in_words([run.reference])[0]
+    saved, scored, reference = run.record.evaluation, run.scored, REFERENCES[run.reference]
     if not saved and not scored:
         return "Not measured: the run scored no held-out text."
     last = saved or scored[-1].validation

@@ -26,7 +26,7 @@ from moh_llm.hub.lineage import Licence, Lineage, check_name, find_licence, is_h
 from moh_llm.hub.secrets import scrub
 from moh_llm.intervals import show_documents, show_figure, show_interval
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.records.conversion import RunEntry, in_words, mixture_name
+from moh_llm.records.conversion import REFERENCES, RunEntry, mixture_name
 from moh_llm.records.evaluation import EvaluationRecord, Row, read_evaluation
 from moh_llm.records.identity import identify
 from moh_llm.records.model import read_moh_config
@@ -295,7 +295,7 @@ def _templates() -> Environment:
         "claims": claims,
         "forward_flops": flops.forward_flops,
         "stated_lengths": flops.stated_lengths,
-        "in_words": in_words,
+        "references": REFERENCES,
         "mixture_name": mixture_name,
         "entry_names": _entry_names,
         "unrecorded": _unrecorded,

@@ -6,7 +6,7 @@ weights by hashes, so that a change without an entry is found. No path of a mach
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -175,16 +175,6 @@ def read_conversion(folder: Path) -> Conversion | None:
 
 
 # ---- lineage
-
-
-def in_words(kinds: Iterable[ReferenceKind]) -> tuple[str, str]:
-    """Name of the reference of some runs, such as "the base", and its possessive, "the base's".
-
-    Where runs have different references, the name is "the reference".
-    """
-    different = list(dict.fromkeys(kinds))
-    name = REFERENCES[different[0]] if len(different) == 1 else "the reference"
-    return name, f"that of {name}" if different == ["start"] else f"{name}'s"
 
 
 class ConversionEntry(Record):

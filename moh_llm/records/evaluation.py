@@ -8,7 +8,6 @@ from pydantic import Field
 from moh_llm.errors import UserError
 from moh_llm.reading import read_json
 from moh_llm.records.base import Record
-from moh_llm.records.conversion import PositionFigures, RetrievalFigures
 
 VERSION = 2
 
@@ -143,7 +142,6 @@ class ModelRecord(Record):
         attention_backend: which of `moh_llm.attention` its layers with heads off take; None: it has no such layers, or
             all results were kept from an earlier call.
         other_base: the base that its conversion names, where that is another one.
-        by_position, retrieval: what its conversion's verification found at long context; nothing for a tuned model.
     """
 
     model: str
@@ -164,8 +162,6 @@ class ModelRecord(Record):
     model_type: str | None = None
     heads: dict[str, Any] = Field(default_factory=dict)
     records: list[str] = Field(default_factory=list)
-    by_position: list[PositionFigures] = Field(default_factory=list)
-    retrieval: list[RetrievalFigures] = Field(default_factory=list)
 
 
 class Failure(Record):

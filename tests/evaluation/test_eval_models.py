@@ -10,17 +10,13 @@ import torch
 from records import warnings
 from safetensors.torch import load_file, save_file
 
-from moh_llm.conversion.config import ConversionConfig
-from moh_llm.conversion.convert import convert
 from moh_llm.errors import UserError
 from moh_llm.evaluation.config import EvaluationConfig
-from moh_llm.evaluation.models import check_model, describe_model, label_models, other_base
+from moh_llm.evaluation.models import check_model, label_models, other_base
 from moh_llm.evaluation.record import build_record
 from moh_llm.evaluation.runner import ModelScores
 from moh_llm.evaluation.suite import load_suite
-from moh_llm.records.conversion import PositionFigures, RetrievalFigures, RunEntry, read_chain
 from moh_llm.records.identity import Identity, read_records
-from moh_llm.records.seal import write_seal
 
 
 @pytest.fixture
@@ -77,27 +73,6 @@ def test_tensors_and_settings_that_transformers_ignores_are_no_reason_to_refuse(
     extra = {"model.layers.0.self_attn.k_scale": torch.ones(())}
     _change(model, lambda held: held.update(extra), return_dict=False, _attn_implementation="flash_attention_2")
     check_model(str(model))
-
-
-def test_description_has_what_the_conversion_found_at_long_context(tiny_llama: Path, tmp_path: Path) -> None:
-    """But not of a tuned model, which is not the one that was verified."""
-    moh = tmp_path / "moh"
-    convert(ConversionConfig(base=tiny_llama, output=moh, preset="paper", context=64, heldout_tokens=2048))
-    record = json.loads((moh / "conversion.json").read_text())
-    part = {"start": 2048, "tokens": 6144, "kl": 0.0125}
-    asked = {"task": "copying", "asked": 120, "base": 96, "converted": 48}
-    record["verification"] |= {"by_position": [part], "retrieval": [asked]}
-    (moh / "conversion.json").write_text(json.dumps(record))
-    write_seal(moh, read_records(moh).model)
-    about = describe_model(str(moh), read_records(moh))
-    assert about["by_position"] == [PositionFigures(**part)] and about["retrieval"] == [RetrievalFigures(**asked)]
-    chain = read_chain(moh)
-    made = chain.entries[-1].made
-    run = {"kind": "run", "objective": "distillation", "tokens": 512, "steps": 1, "mixture": "tiny", "seed": 0}
-    run |= {"teacher": "base", "lora_rank": None, "began_with": made, "made": made}
-    chain.with_entry(RunEntry(**run)).write(moh / "lineage.json")
-    write_seal(moh, made)
-    assert not {"by_position", "retrieval"} & set(describe_model(str(moh), read_records(moh)))
 
 
 def test_labels_are_the_shortest_that_differ(tmp_path: Path) -> None:
