@@ -6,26 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, Mixtra
 
 from moh_llm.conversion.layers import LayerwiseModel, run_layer
 from moh_llm.metrics import logits_of
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.records.model import read_weight_map
-
-SIZES = {
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
-PLAN = {
-    "num_shared_heads": [1, 2, 0],
-    "shared_heads": [[2], [1, 3], []],
-    "num_active_heads": [2, 4, 3],
-    "router_type": "linear",
-    "head_fallback": "value",
-}
 
 
 def open_layerwise(folder, dtype):
@@ -64,19 +45,6 @@ def test_dense_llama(make_llama, one_thread, dtype, tied):
     folder = make_llama(dtype=dtype, max_shard_size="20KB", tie_word_embeddings=tied, num_hidden_layers=3)
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert_same_logits(folder, dtype)
-
-
-@pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_moh_model_with_uneven_budgets_and_fallbacks(tmp_path, one_thread, dtype, tied):
-    torch.manual_seed(0)
-    model = MoHLlamaForCausalLM(MoHLlamaConfig(**SIZES, **PLAN, tie_word_embeddings=tied))
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.fallback.bias)
-    model.to(dtype).save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert_same_logits(tmp_path, dtype)
-    routers = [open_layerwise(tmp_path, dtype).layer(number).layers[0].self_attn.router for number in range(3)]
-    assert [(router.num_shared, router.num_active) for router in routers] == [(1, 2), (2, 4), (0, 3)]
 
 
 @pytest.mark.parametrize("family", [MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config])

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from moh_llm.conversion.plan import PlanOptions, shared_and_active
 from moh_llm.flops import keys_read
@@ -44,26 +43,6 @@ def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path,
     assert [part["start"] for part in parts] == [0, 512]  # one sequence of 2,048 tokens
     assert sum(part["tokens"] for part in parts) == record["verification"]["held_out_tokens"]
     assert parts[0]["kl"] < parts[1]["kl"]
-
-
-@pytest.mark.parametrize("router", ["none", "threshold"])
-def test_it_runs_with_transformers_alone(base, convert, tmp_path, router):
-    flags = ["--local-window", "16", "local_sinks=2", "--router", router]
-    flags += ["--num-active-heads", "2", "--context", "128", "--heldout-tokens", "0"]
-    assert convert(base, tmp_path / "moh", *flags) == 0
-    moh = AutoModelForCausalLM.from_pretrained(tmp_path / "moh", trust_remote_code=True)
-    dense, tokenizer = LlamaForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(tmp_path / "moh")
-    ids = tokenizer("The river was high that spring, and the boats lay tied. " * 4, return_tensors="pt").input_ids
-    with torch.no_grad():
-        own, of_base = moh(ids).logits, dense(ids).logits
-        assert not torch.allclose(own, of_base, atol=1e-3)
-        assert torch.equal(moh(ids[:, :18]).logits, dense(ids[:, :18]).logits)
-        # Where a head sees everything it is the base's, also within a longer text.
-        torch.testing.assert_close(own[:, :18], of_base[:, :18], atol=1e-4, rtol=1e-4)
-    generated = moh.generate(ids, max_new_tokens=8, do_sample=False)
-    for _ in range(8):
-        ids = torch.cat([ids, moh(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(generated, ids)
 
 
 def test_fixed_heads_with_value_fallbacks(base, convert, tmp_path):
