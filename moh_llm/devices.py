@@ -3,7 +3,6 @@
 import functools
 import os
 import platform
-import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,22 +14,6 @@ if TYPE_CHECKING:
 
 
 _GIB = 1 << 30
-
-# FLOP/s of dense bfloat16 products, from the data sheets, by words of torch.cuda.get_device_name. A plain H100 is the
-# SXM module.
-PEAKS = {
-    "A10": 125e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-    "H100": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H20": 148e12,
-    "H200": 989e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-}
 
 
 def choose_device(name: str | None = None) -> "torch.device":
@@ -178,23 +161,6 @@ def _product_seconds(device: "torch.device", rows: int, dtypes: "tuple[torch.dty
             if number:
                 best[place] = min(best[place], time.perf_counter() - started)
     return best
-
-
-# ---- GPUs by name
-
-
-def peak_flops(name: str) -> float | None:
-    """Peak FLOP/s of dense bfloat16 products of the GPU with this name; None if it is not known.
-
-    Its words all occur in ``name``, as a whole (an L40 is not an L4), in any case and order; the longest match wins.
-    """
-    words = _words(name)
-    known = [key for key in PEAKS if _words(key) <= words]
-    return PEAKS[max(known, key=len)] if known else None
-
-
-def _words(name: str) -> set[str]:
-    return set(re.findall(r"[A-Z0-9]+", name.upper()))
 
 
 # ---- memory

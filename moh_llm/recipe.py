@@ -79,7 +79,8 @@ def _flatten(kind: Any, options: dict[str, Option], where: str, name: str, value
 
 def check_name(kind: Any, name: str, where: str) -> None:
     """Raise UserError where there is no such option: what does the work of a removed one, or the nearest name."""
-    if instead := getattr(kind, "REMOVED", {}).get(name):
+    removed = getattr(kind, "REMOVED", {})
+    if instead := removed.get(name) or removed.get(name.partition(".")[0]):  # also an option of a removed group
         raise UserError(f"{where}: {name} was removed: {instead}")
     options = list(options_of(kind))
     if name not in options:

@@ -1,4 +1,4 @@
-"""Devices: GPUs by name, the choice of a device and of its compute dtype, and processes that do not find each other."""
+"""Devices: the choice of a device and of its compute dtype, and processes that do not find each other."""
 
 import subprocess
 import sys
@@ -15,24 +15,9 @@ from moh_llm.devices import (
     compute_dtype,
     computes_bfloat16_fast,
     own_device,
-    peak_flops,
     world_size,
 )
 from moh_llm.errors import UserError
-
-
-@pytest.mark.parametrize(
-    ("name", "teraflops"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A10", 125),  # which an A100 is not
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("h100 pcie", 756),
-    ],
-)
-def test_the_longest_name_of_which_all_words_occur_wins(name, teraflops):
-    assert peak_flops(name) == teraflops * 1e12
-    assert peak_flops("NVIDIA L40") is None
 
 
 def test_the_device_that_is_named_or_there_is():

@@ -64,11 +64,10 @@ class Routing(Record):
 
 
 class Timing(Record):
-    """How long a step took; ``mfu`` is the share of the devices' peak FLOP/s, where that is known."""
+    """How long a step took."""
 
     seconds: float
     tokens_per_second: float
-    mfu: float | None = None
 
 
 class RunRecord(Record):

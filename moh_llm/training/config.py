@@ -10,24 +10,12 @@ from moh_llm.options import Names, Place, options
 Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 GateGradient = Literal["exact", "sampled", "none"]
 
-_FINITE = "a step whose loss or gradient is not finite is left out, and 5 in a row end the run"
-_READERS = "a thread reads the next batch while one is trained on"
-_SHARED = "moh-llm convert chooses shared heads: --num-shared-heads, shared: importance"
 # Removed options, with what does their work.
 _REMOVED = {
     "activation_offloading": "gradient_checkpointing keeps of each layer its input",
-    "checkpoint.every": "checkpoint.save_steps has the steps between checkpoints",
-    "checkpoint.keep_last": "checkpoint.save_total_limit says how many are kept",
-    "data.block_length": "data.sequence_length has the tokens per sequence",
-    "data.dataloader_num_workers": _READERS,
-    "data.num_workers": _READERS,
-    "divergence": _FINITE,
-    "divergence.action": _FINITE,
-    "divergence.most_in_a_row": _FINITE,
-    "divergence.spike_factor": _FINITE,
-    "divergence.window": _FINITE,
+    "data.dataloader_num_workers": "a thread reads the next batch while one is trained on",
+    "divergence": "a step whose loss or gradient is not finite is left out, and 5 in a row end the run",
     "evaluation.batch_size": "held-out text is scored in batches of data.micro_batch_size sequences",
-    "evaluation.every": "evaluation.eval_steps has the steps between two scores",
     "gradient_checkpointing_every": "gradient_checkpointing recomputes every layer",
     "hub.licence": "the licence on record is taken; moh-llm publish --licence names one that is not",
     "hub.milestones": "moh-llm checkpoint export makes a model of a checkpoint, and moh-llm publish publishes it",
@@ -37,18 +25,12 @@ _REMOVED = {
     "objective.temperature": "the distributions are compared as they are",
     "optimizer.betas": "AdamW has 0.9 and 0.95",
     "optimizer.epsilon": "AdamW has PyTorch's, 1e-8",
-    "optimizer.max_gradient_norm": "optimizer.max_grad_norm clips the gradients",
     "output": "output_dir names the folder of the run",
     "quantization": "lora trains adapters over weights in their own dtype; zero3 and fsdp2 divide these",
     "save_dtype": "weights are saved in the dtype of model, which moh-llm convert --dtype chooses",
     "schedule.anneal_steps": "heads are off from the first step",
     "schedule.start_learning_rate": "warm-up rises from 1e-5",
-    "shared_heads": _SHARED,
-    "shared_heads.learning_rate": _SHARED,
-    "shared_heads.number": _SHARED,
-    "shared_heads.steps": _SHARED,
-    "sparse_gate_gradient": "gate_gradient says what routers learn from",
-    "trackers": "report_to names them",
+    "shared_heads": "moh-llm convert chooses shared heads: --num-shared-heads, shared: importance",
 }
 
 

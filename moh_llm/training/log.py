@@ -31,7 +31,6 @@ def step_line(
     gradient_norm: float,
     config: TrainConfig,
     began: float,
-    peak_rate: float | None,
 ) -> LogLine:
     """One line of the log. All but ``timing`` is the same however often the run was interrupted.
 
@@ -42,7 +41,6 @@ def step_line(
         beta: weight of the load-balance loss; None: there is none.
         rates: learning rates by their names in the log.
         began: when the step began, by `time.perf_counter`.
-        peak_rate: tokens/s at the devices' peak, where it is known, for the model FLOPs utilisation.
     """
     seconds = time.perf_counter() - began
     numbers = {"loss": losses.total(beta or 0.0)}
@@ -63,8 +61,6 @@ def step_line(
     )
     rate = config.tokens_per_step / seconds
     line.timing = Timing(seconds=round(seconds, 4), tokens_per_second=round(rate, 1))
-    if peak_rate is not None:
-        line.timing.mfu = round(rate / peak_rate, 4)
     return line
 
 
@@ -129,8 +125,6 @@ class ProgressLine:
             return
         numbers = line.content()
         parts = [f"{line.timing.tokens_per_second:.0f} tokens/s"]
-        if line.timing.mfu is not None:
-            parts.append(f"MFU {100 * line.timing.mfu:.1f} %")
         parts += [
             f"{short} {numbers[name]:{form}}" for name, (short, form) in _SHOWN.items() if numbers.get(name) is not None
         ]

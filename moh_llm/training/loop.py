@@ -33,7 +33,7 @@ from moh_llm.training.checkpoints import CheckpointWriter, checkpoint_folder, lo
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import ProgressLine, check_trackers, start_trackers, step_line, track
 from moh_llm.training.losses import balance_coefficient
-from moh_llm.training.parallel import catch_signals, divides_weights, from_main, make_accelerator, peak_rate
+from moh_llm.training.parallel import catch_signals, divides_weights, from_main, make_accelerator
 from moh_llm.training.precision import check_agreement, decide_precision
 from moh_llm.training.preflight import check_model
 from moh_llm.training.reference import Reference, agreed_starting_point, expected_reference
@@ -181,7 +181,6 @@ class _Training:
         steps = range(self.done + 1, config.max_steps + 1)
         ranks = accelerator.process_index, accelerator.num_processes
         batches = self.stream.read_steps(steps, size, *ranks)
-        fastest = peak_rate(accelerator, config, self.networks.network.config)
         shown = ProgressLine(self.done, config.max_steps) if accelerator.is_main_process else contextlib.nullcontext()
         with shown as progress, catch_signals() as signals, contextlib.closing(self.checkpoints):
 
@@ -195,7 +194,7 @@ class _Training:
                 scores, routing = evaluate(accelerator, self.networks.model, self.held_out)
                 report(LogLine(step=0, validation=scores, routing=routing))
             for step, batch in zip(steps, batches, strict=True):
-                line = self._take_step(step, batch, fastest)
+                line = self._take_step(step, batch)
                 receipt = make_receipt(self.stream, step * size)
                 line.tokens_of_source = {name: entry["tokens"] for name, entry in receipt.items()}
                 self.seconds += line.timing.seconds
@@ -221,7 +220,7 @@ class _Training:
                     return False
         return True
 
-    def _take_step(self, step: int, batch: Batch, fastest: float | None) -> LogLine:
+    def _take_step(self, step: int, batch: Batch) -> LogLine:
         """Compute the gradients of a step and update the weights, unless the step is dropped; return its log line."""
         began = time.perf_counter()
         config, nets, beta = self.config, self.networks, self.balance_coefficient
@@ -241,7 +240,7 @@ class _Training:
             nets.optimizer.step()
             self.updates += 1
         nets.optimizer.zero_grad()
-        line = step_line(step, losses, beta, rates, norm, config, began, fastest)
+        line = step_line(step, losses, beta, rates, norm, config, began)
         if fault:  # the log has the field for dropped steps alone
             line.dropped = fault
         return line

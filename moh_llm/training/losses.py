@@ -27,24 +27,16 @@ IGNORED = -100
 
 
 class StepLosses(NamedTuple):
-    """Means over one optimiser step. `TrainingStep` returns their sums in this order.
+    """Means over one optimiser step. `TrainingStep` returns their sums in this order."""
 
-    Attributes:
-        task: KL or cross-entropy, in nats per predicted token.
-        cross_entropy: to the text, in nats per predicted token.
-        balance: load-balance loss of heads (Eq. 7) per sequence.
-        experts: load-balance loss of feed-forward experts per sequence, weighted by `expert_balance_coef`.
-        heads_read: no loss; heads that a token had on, mean over layers.
-    """
-
-    task: float
-    cross_entropy: float
-    balance: float
-    experts: float = 0.0
-    heads_read: float = 0.0
+    task: float  # KL or cross-entropy, in nats per predicted token
+    cross_entropy: float  # to the text, in nats per predicted token
+    balance: float  # load-balance loss of heads (Eq. 7) per sequence
+    experts: float = 0.0  # load-balance loss of feed-forward experts per sequence, weighted by `expert_balance_coef`
+    heads_read: float = 0.0  # no loss: heads that a token had on, mean over layers
 
     def total(self, beta: float) -> float:
-        """The loss that was minimised; ``beta`` weighs the load-balance loss of heads."""
+        """The loss that is minimised, of numbers or tensors; ``beta`` weighs the load-balance loss of heads."""
         return self.task + beta * self.balance + self.experts
 
 

@@ -133,11 +133,7 @@ def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Modul
     for target in config.target_modules:
         if target not in known:
             raise UserError(f"lora.target_modules: the model has no {target!r}; it has {', '.join(known)}")
-    adapters = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=list(config.target_modules),
-    )
+    adapters = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.target_modules))
     trained = [w for name, w in network.named_parameters() if is_routing_weight(name) and w.requires_grad]
     adapted = peft.get_peft_model(network, adapters)
     for layer in (module for module in network.modules() if isinstance(module, LoraLayer)):
@@ -154,7 +150,6 @@ def add_lora(network: MoHLlamaForCausalLM, config: LoraConfig) -> torch.nn.Modul
 
 def reference_dtype(config: TrainConfig) -> torch.dtype:
     """The dtype of the reference's weights: under mixed precision bfloat16, in which they are multiplied anyway."""
-    assert config.mixed_precision != "auto", "not decided yet (moh_llm.training.precision)"
     return torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
 
 

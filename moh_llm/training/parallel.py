@@ -25,9 +25,8 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from moh_llm.devices import check_group, name_device, peak_flops, world_size
+from moh_llm.devices import check_group, world_size
 from moh_llm.errors import UserError
-from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.runs import TRACKERS
@@ -135,19 +134,6 @@ def dividing_as_zero3(accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         unset_hf_deepspeed_config()
-
-
-def peak_rate(accelerator: Accelerator, config: TrainConfig, model: MoHLlamaConfig) -> float | None:
-    """Tokens/s of training at the devices' peak FLOP/s; None where a peak is unknown.
-
-    What is recomputed to save memory does not count as work.
-    """
-    peak = None if accelerator.device.type == "cpu" else peak_flops(name_device(accelerator.device))
-    if peak is None:
-        return None
-    length = config.data.sequence_length
-    flops = training_flops(model, length, config.objective.has_teacher, recompute=False, frozen=config.is_base_frozen)
-    return accelerator.num_processes * peak * length / flops
 
 
 # ---- what processes agree on

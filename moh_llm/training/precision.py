@@ -22,11 +22,6 @@ from moh_llm.training.config import TrainConfig
 from moh_llm.training.runs import RUN_RECORD
 
 _NAMES: dict[torch.dtype, Literal["no", "bf16"]] = {torch.float32: "no", torch.bfloat16: "bf16"}
-# Packages of attention implementations, and whether they are installed.
-FLASH = {
-    "flash_attention_2": (is_flash_attn_2_available, "flash-attn"),
-    "flash_attention_3": (is_flash_attn_3_available, "flash-attn-3"),
-}
 
 
 def decide_precision(config: TrainConfig, overwrite: bool = False) -> TrainConfig:
@@ -70,18 +65,18 @@ def check_agreement(accelerator: Accelerator, config: TrainConfig) -> None:
         )
 
 
+FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+
+
 def check_attention(config: TrainConfig, device: torch.device) -> None:
     """Raise UserError where ``attn_implementation`` cannot train on the device, or with other options of the recipe."""
     name = config.attn_implementation
-    if name == "flex_attention" and device.type == "cpu":
-        raise UserError(f"attn_implementation={name} has no backward pass on a CPU; set it to sdpa")
+    if name != "sdpa" and device.type != "cuda":
+        raise UserError(f"attn_implementation={name} needs a CUDA device; set it to sdpa")
     if name not in FLASH:
         return
-    is_available, package = FLASH[name]
-    if device.type != "cuda":
-        raise UserError(f"attn_implementation={name} needs a CUDA device; set it to sdpa")
-    if not is_available():
-        raise UserError(f"attn_implementation={name} needs the package {package}; install it or set it to sdpa")
+    if not FLASH[name]():
+        raise UserError(f"attn_implementation={name} is not installed; install its package or set it to sdpa")
     if config.mixed_precision != "bf16":
         raise UserError(f"attn_implementation={name} computes in bfloat16; set mixed_precision to bf16")
     # transformers tells documents apart in batches of one row only; in others they would see each other.

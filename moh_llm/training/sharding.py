@@ -28,21 +28,13 @@ from moh_llm.training.step import TrainingStep, make_optimizer, seed_step
 
 @dataclass
 class Networks:
-    """What a run trains.
+    """What a run trains, distributed over the processes."""
 
-    Attributes:
-        model: the prepared `TrainingStep`, with the teacher in it.
-        optimizer: the prepared optimizer.
-        weights: the trained weights by name.
-        network: the student without adapters.
-        counts: how many numbers are trained, in all and by kind (`moh_llm.records.run.RunRecord.parameters`).
-    """
-
-    model: nn.Module
+    model: nn.Module  # the `TrainingStep`, with the teacher in it
     optimizer: torch.optim.Optimizer
-    weights: dict[str, nn.Parameter]
-    network: MoHLlamaForCausalLM
-    counts: dict[str, int]
+    weights: dict[str, nn.Parameter]  # those that are trained, by name
+    network: MoHLlamaForCausalLM  # the student without adapters
+    counts: dict[str, int]  # of weights, in all and by kind (`count_weights`)
 
 
 def build_networks(

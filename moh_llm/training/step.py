@@ -212,41 +212,30 @@ def is_decayed(name: str, weight: torch.nn.Parameter) -> bool:
 
 
 def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over groups by kind (base, router), decayed or not (see `is_decayed`)."""
+    """AdamW over groups by learning rate (`learning_rates`), decayed or not (`is_decayed`)."""
     groups: dict[tuple[str, bool], list[torch.nn.Parameter]] = {}
     for name, weight in trained_weights(network).items():
-        kind = "router" if is_routing_weight(name) else "base"
-        groups.setdefault((kind, is_decayed(name, weight)), []).append(weight)
-    settings = config.optimizer
+        rate = "router_learning_rate" if is_routing_weight(name) else "learning_rate"
+        groups.setdefault((rate, is_decayed(name, weight)), []).append(weight)
+    decay = config.optimizer.weight_decay
     return torch.optim.AdamW(
         [
-            {
-                "params": weights,
-                "kind": kind,
-                "weight_decay": settings.weight_decay if decayed else 0.0,
-            }
-            for (kind, decayed), weights in sorted(groups.items(), key=lambda item: item[0])
+            {"params": weights, "rate": rate, "weight_decay": decay if decayed else 0.0}
+            for (rate, decayed), weights in sorted(groups.items(), key=lambda item: item[0])
         ],
-        lr=settings.learning_rate,
+        lr=config.optimizer.learning_rate,
         betas=BETAS,
         fused=True,  # one pass over weights, gradients and moments: a fifth of the time on CPU
     )
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> dict[str, float]:
-    """Set every group's rate for the step after ``step`` steps.
-
-    Returns:
-        ``learning_rate`` of the base's weights or adapters and ``router_learning_rate`` of routers and fallbacks, if
-        such weights are trained.
-    """
-    rate, router_rate = learning_rates(config, step)
-    rates = {"base": rate, "router": router_rate}
+    """Set every group's rate for the step after ``step`` steps; return the rates of what is trained."""
+    rates = learning_rates(config, step)
     for group in optimizer.param_groups:
-        group["lr"] = rates[group["kind"]]
-    names = {"base": "learning_rate", "router": "router_learning_rate"}
-    trained = {group["kind"] for group in optimizer.param_groups}
-    return {name: rates[kind] for kind, name in names.items() if kind in trained}
+        group["lr"] = rates[group["rate"]]
+    trained = {group["rate"] for group in optimizer.param_groups}
+    return {name: rate for name, rate in rates.items() if name in trained}
 
 
 def warmup_cosine(step: int, warmup: int, total: int, start: float, highest: float, final: float) -> float:
@@ -264,8 +253,8 @@ def warmup_cosine(step: int, warmup: int, total: int, start: float, highest: flo
     return final + (highest - final) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def learning_rates(config: TrainConfig, step: int) -> tuple[float, float]:
-    """Learning rates (of the base's weights, of routers and fallbacks) of the step after ``step`` steps.
+def learning_rates(config: TrainConfig, step: int) -> dict[str, float]:
+    """The rates of the step after ``step`` steps: of the base's weights or adapters, and of routers and fallbacks.
 
     Both follow `warmup_cosine`; the routers' is scaled by the ratio of the two highest rates.
     """
@@ -273,7 +262,8 @@ def learning_rates(config: TrainConfig, step: int) -> tuple[float, float]:
     start, final = min(WARMUP_FROM, highest), schedule.final_learning_rate
     rate = warmup_cosine(step, schedule.warmup_steps, config.max_steps, start, highest, final)
     router_highest = config.optimizer.router_learning_rate
-    return rate, rate if router_highest is None else router_highest * (rate / highest)
+    router_rate = rate if router_highest is None else router_highest * (rate / highest)
+    return {"learning_rate": rate, "router_learning_rate": router_rate}
 
 
 def why_dropped(loss: float, gradient_norm: float) -> str | None:

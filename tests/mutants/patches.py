@@ -464,8 +464,8 @@ PATCHES = (
     Patch(
         "rates are logged of weights that are not trained",
         "moh_llm/training/step.py",
-        "return {name: rates[kind] for kind, name in names.items() if kind in trained}",
-        "return {name: rates[kind] for kind, name in names.items()}",
+        "return {name: rate for name, rate in rates.items() if name in trained}",
+        "return rates",
         (f"{LOG}[local]",),
     ),
     Patch(

@@ -2,27 +2,23 @@
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from trained import read_log, unfinish
 
 from moh_llm.errors import UserError
-from moh_llm.flops import training_flops
-from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.run import LogLine, Routing, Scores
 from moh_llm.training import log as log_module
-from moh_llm.training import loop, parallel
+from moh_llm.training import loop
 from moh_llm.training.log import ProgressLine, check_trackers, step_line
 from moh_llm.training.losses import StepLosses
 
 
-def a_line(configure, peak_rate: float | None = None, kl: float = 0.5) -> LogLine:
+def a_line(configure, kl: float = 0.5) -> LogLine:
     config, losses = configure(), StepLosses(task=kl, cross_entropy=3.0, balance=0.8, experts=0.5, heads_read=1.75)
     began = time.perf_counter() - 2.0
     rates = {"learning_rate": 1e-4, "router_learning_rate": 1e-3}
-    return step_line(4, losses, 0.1, rates, 0.7, config, began, peak_rate)
+    return step_line(4, losses, 0.1, rates, 0.7, config, began)
 
 
 def test_a_line_holds_every_part_of_the_loss(configure) -> None:
@@ -30,35 +26,23 @@ def test_a_line_holds_every_part_of_the_loss(configure) -> None:
     assert line.loss == pytest.approx(0.5 + 0.1 * 0.8 + 0.5)
     assert (line.kl, line.expert_balance_loss, line.tokens) == (0.5, 0.5, 4 * 128)
     assert line.heads_read == 1.75
-    assert line.timing.tokens_per_second == pytest.approx(64, rel=0.05) and "mfu" not in line.timing.content()
-    assert a_line(configure, peak_rate=640.0).timing.mfu == pytest.approx(0.1, rel=0.05)
+    assert line.timing.tokens_per_second == pytest.approx(64, rel=0.05)
     assert a_line(configure, kl=float("nan")).kl is None
 
 
 def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
     with ProgressLine(3, 10) as progress:
-        progress.step(a_line(configure, peak_rate=640.0))
+        progress.step(a_line(configure))
         routing = Routing(load=[[0.5], [], [1.0]], dead_heads=[1, 0, 2])
         progress.step(LogLine(step=5, validation=Scores(tokens=9, documents=2, perplexity=2.0), routing=routing))
         dropped = a_line(configure)
         dropped.dropped = "the loss is not finite"
         progress.step(dropped)
     said = capsys.readouterr().out
-    for part in ("MFU 10.0 %", "loss 1.0800", "heads on 1.75", "step 4/10  ", "s left", "3 dead heads"):
+    for part in ("loss 1.0800", "heads on 1.75", "step 4/10  ", "s left", "3 dead heads"):
         assert part in said, part
     assert "step 4 was dropped: the loss is not finite" in said
     assert "perplexity 2.000" in said
-
-
-def test_the_peak_rate_is_the_devices_over_a_tokens_flops(configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, model = configure(), MoHLlamaConfig(num_hidden_layers=2, num_shared_heads=4, num_active_heads=8)
-    machine = SimpleNamespace(device=torch.device("cuda"), num_processes=8)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    per_token = training_flops(model, 32, teacher=True, recompute=False, frozen=False) / 32
-    assert parallel.peak_rate(machine, config, model) == pytest.approx(8 * 989e12 / per_token)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card of tomorrow")
-    assert parallel.peak_rate(machine, config, model) is None
-    assert parallel.peak_rate(SimpleNamespace(device=torch.device("cpu")), config, model) is None
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:

@@ -28,6 +28,6 @@ def test_short_runs_have_a_rate_at_every_step(total: int) -> None:
 
 
 def test_warmup_begins_at_1e_5_or_at_a_lower_highest_rate(configure) -> None:
-    assert learning_rates(configure(), 0)[0] == 1e-5
+    assert learning_rates(configure(), 0)["learning_rate"] == 1e-5
     low = {"optimizer.learning_rate": 1e-6, "schedule.final_learning_rate": 0}
-    assert [learning_rates(configure(**low), step)[0] for step in (0, 1)] == [1e-6, 1e-6]
+    assert [learning_rates(configure(**low), step)["learning_rate"] for step in (0, 1)] == [1e-6, 1e-6]
