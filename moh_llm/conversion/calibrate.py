@@ -70,10 +70,9 @@ def fit_layer(plan: PlanOptions, config: PreTrainedConfig, fitter: LayerFitter |
 def layer_samples(
     base: LayerwiseModel, batches: Sequence[Batch], plan: PlanOptions, scratch: Path, seed: int = 0
 ) -> Iterator[LayerSample]:
-    """The sample of each layer, the last layer first; the plan says what local fallbacks see. Other arguments are those
-    of `calibrate`.
+    """Yield the sample of each layer, the last layer first. The arguments are those of `calibrate`.
 
-    Tokens that have all heads on with local fallbacks are left out, and the first token of each document.
+    The first token of each document is left out, and with local fallbacks all tokens that have all heads on.
 
     Raises:
         UserError: too few tokens are left.

@@ -254,7 +254,7 @@ class Chain(Record):
 
 
 def mixture_name(name: str | None, mixture: str) -> str:
-    """A mixture by the ``name`` that it has itself; where that is not on record as its file or folder is called."""
+    """Name of a mixture: its own, else that of its file or folder."""
     return last_component(name) if name else re.sub(r"\.ya?ml$", "", last_component(mixture))
 
 
@@ -268,18 +268,18 @@ def read_chain(folder: Path) -> Chain:
 
 
 def last_component(name: str) -> str:
-    """The last part of a path, of whichever system; a name that is no path as it is."""
+    """The last part of a path of any system; a name that is no path stays as it is."""
     return name.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] or name
 
 
 def folder_name(path: str) -> str:
-    """A model's folder as it is called: the last part of its path, with that before it for RUN/model."""
+    """Name of a model's folder: the last part of its path, or RUN/model for a run's model."""
     parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".", "..")]
     return "/".join(parts[-2:]) if parts[-1:] == ["model"] else last_component(path)
 
 
 def distinct_ends(names: Sequence[str]) -> list[str]:
-    """The last parts of paths, as many of each as tell it from the others: `en/x.jsonl` and `de/x.jsonl`."""
+    """The shortest ends of paths that differ from each other: `en/x.jsonl` and `de/x.jsonl`."""
     parts = [name.replace("\\", "/").rstrip("/").split("/") for name in names]
     shown = [last_component(name) for name in names]
     for count in range(2, 1 + max(map(len, parts), default=0)):
