@@ -137,7 +137,7 @@ def _count_parameters(base: BaseCheckpoint, routing: Mapping[str, torch.Tensor])
     dense = sum(math.prod(shape) for _, _, shape in read_headers(base.folder, counted))
     fallbacks = sum(tensor.numel() for name, tensor in routing.items() if is_fallback_weight(name))
     routers = sum(tensor.numel() for tensor in routing.values()) - fallbacks
-    return Parameters(dense=dense, moh=dense + routers + fallbacks, routers=routers, fallbacks=fallbacks)
+    return Parameters(dense=dense, routers=routers, fallbacks=fallbacks)
 
 
 def calibration_record(sources: Sequence[TokenizedSource], length: int, tokens: int) -> Calibration:

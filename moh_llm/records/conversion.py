@@ -133,10 +133,9 @@ class Verification(Record):
 
 
 class Parameters(Record):
-    """Numbers of weights of the base, of the converted model, and of its routers and fallbacks."""
+    """Numbers of weights of the base, and of the routers and fallbacks that the conversion adds."""
 
     dense: int
-    moh: int
     routers: int
     fallbacks: int
 

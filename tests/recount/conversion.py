@@ -102,7 +102,6 @@ def expected_conversion(recount: Recount) -> dict[str, Any]:
         **({} if "preset" in MADE[recount.kind].options else {"calibration": _calibration(recount.sources)}),
         "parameters": {
             "dense": hashes.count(recount.base),
-            "moh": hashes.count(recount.converted),
             "routers": hashes.count(recount.converted, lambda name: ".router." in name),
             "fallbacks": hashes.count(recount.converted, lambda name: ".fallback." in name),
         },
