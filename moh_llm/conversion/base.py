@@ -106,10 +106,6 @@ class BaseCheckpoint:
         """The narrowest dtype that rounds no weight matrix."""
         return matrix_dtype(self.folder, self.weight_map) or torch.float32
 
-    def identity(self) -> Base:
-        """The base's identity in records."""
-        return Base(name=self.name, revision=self.revision, fingerprint=self.fingerprint)
-
 
 def open_base(name: str, revision: str | None = None, paper_preset: bool = False) -> BaseCheckpoint:
     """Find a base and check that it can be converted.
@@ -199,19 +195,14 @@ def _check_family(config: dict[str, Any], name: str, paper_preset: bool) -> None
     """Raise UserError unless a base with this config.json can be converted."""
     kind = config.get("model_type")
     if kind not in (*FAMILIES, "moh_llama"):
-        named = config.get("architectures")
-        architecture = ", ".join(map(str, named)) if isinstance(named, list) and named else "no architecture named"
-        known = ", ".join(FAMILIES)
-        raise UserError(f"{name}: model_type {kind!r} ({architecture}) cannot be converted; these can: {known}")
+        raise UserError(f"{name}: model_type {kind!r} cannot be converted; these can: {', '.join(FAMILIES)}")
     if kind == "moh_llama" and config.get("moh_format", 1) > FORMAT:
         raise UserError(
             f"{name}: moh_format={config['moh_format']} is newer than this moh-llm reads ({FORMAT}); "
             "pip install -U moh-llm"
         )
     if config.get("quantization_config"):
-        quantised = config["quantization_config"]
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else "unknown method"
-        raise UserError(f"{name}: its weights are quantised ({method}); convert the full-precision checkpoint")
+        raise UserError(f"{name}: its weights are quantised; convert the full-precision checkpoint")
     if kind == "llama" and config.get("auto_map") and not paper_preset:
         raise UserError(
             f"{name}: auto_map names code of its own, so it may not be a plain LLaMA; "

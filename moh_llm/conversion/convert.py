@@ -32,6 +32,7 @@ from moh_llm.metrics import Batch
 from moh_llm.records.conversion import (
     CONVERSION,
     LINEAGE,
+    Base,
     Calibration,
     Conversion,
     ConversionEntry,
@@ -83,8 +84,8 @@ def convert(options: ConversionConfig) -> Conversion:
         held_out = validation_batches(sources, length, wanted, _rows(length))
 
     with lock_folder(options.output), new_folder(options.output, options.overwrite) as folder:
-        identity = base.identity()
-        identity.dense_sha256 = hash_weights(base.folder, base.weight_map).dense
+        dense_sha256 = hash_weights(base.folder, base.weight_map).dense
+        identity = Base(name=base.name, revision=base.revision, fingerprint=base.fingerprint, dense_sha256=dense_sha256)
         chain = records.chain  # a base that is a tuned model has a lineage, which goes on
         if widening is not None:
             base = widen(base, widening, folder / ".widened")  # from here on this is the base
@@ -117,7 +118,7 @@ def convert(options: ConversionConfig) -> Conversion:
             record.verification = verify(dense, converted, held_out, prompt=prompt)
         write_description(folder, base, config, weight_map)
         record.made = made = hash_model(folder)
-        entry = ConversionEntry(kind="conversion", base=identity.label, dense_sha256=identity.dense_sha256, made=made)
+        entry = ConversionEntry(kind="conversion", base=identity.label, dense_sha256=dense_sha256, made=made)
         if widening is not None:
             entry.new_tokens = count = len(widening.new_ids)
             name = last_component(options.tokenizer)
