@@ -1,4 +1,4 @@
-"""FLOPs of a forward pass of a MoH model, of a training pass, and the share of the keys that it reads.
+"""FLOPs of a forward pass of a MoH model, and the share of the keys that it reads.
 
 Counts two operations per multiply-add of the matrix products and of a fallback's b + a v; norms, rotary
 embedding, softmax and gating are left out. Attention counts all positions up to a token's own,
@@ -73,27 +73,6 @@ def keys_read(config: MoHLlamaConfig, length: int, start: int = 0) -> float:
     """Share of the keys that dense attention reads in a sequence of `length` tokens, from position `start` on."""
     on = sum(config.active_heads_per_layer) / (config.num_attention_heads * config.num_hidden_layers)
     return on + (1 - on) * fallback_keys(config, length, start)
-
-
-def training_flops(config: MoHLlamaConfig, length: int, teacher: bool, recompute: bool, frozen: bool) -> int:
-    """FLOPs of a training pass, forward and backward, over one sequence of `length` tokens.
-
-    All heads are counted for all tokens, since training computes them; routers, fallbacks and adapters, about a percent
-    of it, are not. A forward pass costs 1, the backward pass 2: a product for the gradient of each input and one for
-    that of each weight. The latter falls away where the base's weights are frozen (LoRA), but for attention's scores,
-    which have no weights.
-
-    Args:
-        config: the model's.
-        length: tokens.
-        teacher: the base gives its distribution, too: one more forward pass.
-        recompute: activations are recomputed (gradient checkpointing): one more forward pass of the decoder layers.
-        frozen: the base's weights are not trained.
-    """
-    parts = forward_parts(config, length, dense=True)
-    forward, scores = sum(parts.values()), parts["scores and weighted sums"]
-    backward = (1 if frozen else 2) * (forward - scores) + 2 * scores
-    return (1 + teacher) * forward + backward + recompute * (forward - parts["vocabulary"])
 
 
 def _parts(

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +24,7 @@ from moh_llm.files import check_place
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
 from moh_llm.records.identity import hash_model
-from moh_llm.records.run import CheckpointRecord, LogLine, RunRecord
+from moh_llm.records.run import LogLine, RunRecord
 from moh_llm.records.seal import SEAL, mark_files
 from moh_llm.terminal import say
 from moh_llm.training import networks
@@ -152,10 +151,10 @@ class _Training:
             balance_coefficient=self.balance_coefficient,
             reference=self.reference and self.reference.kind,
         )
-        found = self._newest_checkpoint()
+        found = from_main(accelerator, lambda: newest_checkpoint(run.checkpoints, self.say))
         if found is not None:
             folder, state = found
-            self._load(folder)
+            self.updates = load_checkpoint(folder, accelerator, nets.model, nets.optimizer, nets.weights)
             self.done, self.seconds = state.step, state.seconds
             self.say(f"resumed from {folder}, {config.max_steps - self.done} steps to go")
         self.checkpoints = CheckpointWriter(
@@ -211,7 +210,8 @@ class _Training:
                 if failed:
                     self.checkpoints.wait()
                 if stop or step % config.checkpoint.save_steps == 0 or step == config.max_steps:
-                    self._save(step, receipt)
+                    facts = {"updates": self.updates, "seconds": round(self.seconds, 3), "data": receipt}
+                    self.checkpoints.begin(step, facts)
                 if stop:
                     self.checkpoints.wait()
                     self.say(
@@ -244,18 +244,6 @@ class _Training:
         if fault:  # the log has the field for dropped steps alone
             line.dropped = fault
         return line
-
-    def _newest_checkpoint(self) -> tuple[Path, CheckpointRecord] | None:
-        return from_main(self.accelerator, lambda: newest_checkpoint(self.run.checkpoints, self.say))
-
-    def _load(self, checkpoint: Path) -> None:
-        nets = self.networks
-        self.updates = load_checkpoint(checkpoint, self.accelerator, nets.model, nets.optimizer, nets.weights)
-
-    def _save(self, step: int, receipt: dict[str, Any]) -> None:
-        """Begin to write a checkpoint."""
-        facts = {"updates": self.updates, "seconds": round(self.seconds, 3), "data": receipt}
-        self.checkpoints.begin(step, facts)
 
     # ---- the tuned model
 

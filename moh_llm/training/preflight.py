@@ -20,7 +20,6 @@ from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.data.windows import validation_batches
 from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
-from moh_llm.flops import training_flops
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import check_trackers
@@ -196,15 +195,7 @@ def _job(config: TrainConfig) -> Iterator[str]:
         f"each checkpoint takes {12 * trained / _GIB:.2f} GiB, and {config.checkpoint.save_total_limit + 1} are there "
         f"at a time; {shutil.disk_usage(place).free / _GIB:.1f} GiB are free in {place}"
     )
-    flops = training_flops(
-        model,
-        data.sequence_length,
-        config.objective.has_teacher,
-        config.gradient_checkpointing,
-        frozen=config.is_base_frozen,
-    )
     yield (
         f"{config.max_steps} steps x {data.batch_size} sequences x {data.sequence_length} tokens = "
-        f"{config.max_steps * config.tokens_per_step:,} tokens, "
-        f"{config.max_steps * data.batch_size * flops:.3g} FLOPs"
+        f"{config.max_steps * config.tokens_per_step:,} tokens"
     )
