@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
     say(f"tokens of each source for a budget of {budget:,}, and those for training:")
     table = Table("source", box=None)
-    for header in ("share", "budget", "available", "epochs", "max epochs"):
+    for header in ("share", "budget", "available", "epochs"):
         table.add_column(header, justify="right")
     for source in sources:
         wanted, tokens = budget * source.weight, available.get(source.name)
@@ -47,7 +47,6 @@ def run(args: argparse.Namespace) -> int:
             f"{wanted:,.0f}",
             f"{tokens:,}" if tokens else "?",
             f"{wanted / tokens:,.2f}" if tokens else "?",
-            "" if source.max_epochs is None else f"{source.max_epochs:g}",
         )
     console().print(table)
     if not available:

@@ -1,10 +1,11 @@
 """``moh-llm tokenize MIXTURE --tokenizer MODEL --output FOLDER``: text to token shards, once."""
 
 import argparse
+from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.flags import as_path
-from moh_llm.reading import expand_home
+from moh_llm.reading import expand_home, parse_yaml
 from moh_llm.terminal import say
 
 
@@ -53,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _pair(argument: str) -> tuple[str, str]:
+def _pair(argument: str) -> tuple[str, Any]:
     name, sign, value = argument.partition("=")
     if not sign or not name:
         raise UserError(f"--executor-args {argument} must be KEY=VALUE")
-    return name, value
+    return name, parse_yaml(value, f"--executor-args {name}")

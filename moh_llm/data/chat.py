@@ -21,13 +21,9 @@ OPTIONS = ("tools", "chat_template_kwargs")
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # A template that asks for today's date gets the one that Llama 3's write without a clock: shards are the same on all
 # days. transformers passes no functions to templates, hence a macro, which takes the place of its clock.
-_DATE = {"%d": "26", "%m": "07", "%b": "Jul", "%B": "July", "%Y": "2024", "%y": "24", "%A": "Friday", "%a": "Fri"}
-_CLOCK = "".join(
-    (
-        "{%- macro strftime_now(format) -%}{{ format",
-        *(f" | replace('{code}', '{value}')" for code, value in _DATE.items()),
-        " }}{%- endmacro %}\n",
-    )
+_CLOCK = (
+    "{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%m', '07') | replace('%b', 'Jul') | "
+    "replace('%B', 'July') | replace('%Y', '2024') }}{%- endmacro %}\n"
 )
 
 
@@ -46,7 +42,7 @@ class ChatText(str):
 
     @classmethod
     def from_spans(cls, text: str, spans: list[tuple[int, int]], templated: bool) -> "ChatText":
-        """A text with its spans."""
+        """A text and its spans."""
         made = cls(in_utf8(text))
         made.spans, made.templated = spans, templated
         return made
@@ -54,9 +50,8 @@ class ChatText(str):
     def targets(self, offsets: list[tuple[int, int]], closed: bool) -> np.ndarray:
         """Whether the loss is taken on each token, bool `[N]`: on those that hold a character of a span.
 
-        Args:
-            offsets: the range of characters of each token.
-            closed: whether an end-of-sequence token of no characters was added; it counts with the last character.
+        ``offsets`` are the tokens' ranges of characters. If the text is ``closed``, an end-of-sequence token of no
+        characters follows; it counts with the last character.
         """
         # Ends ascend, except at special tokens that the tokenizer added, whose range is (0, 0). Beginnings do not
         # serve: some tokenizers leave a leading space out of the range.
@@ -96,11 +91,6 @@ class ChatTemplate:
 
     def text_of(self, messages: list[dict], first: int, options: dict[str, Any]) -> ChatText:
         """The text of messages; the spans are what the assistant says from message `first` on.
-
-        Args:
-            messages: maps with `role` and `content`.
-            first: the number of messages that only prompt.
-            options: further arguments of the template.
 
         Raises:
             ValueError: none of the messages is the assistant's, or the template does not show which text is.
@@ -143,12 +133,7 @@ class ChatTemplate:
 
 
 def read_chat(kind: str, record: dict[str, Any], template: ChatTemplate | None) -> ChatText:
-    """The text of a record.
-
-    Args:
-        kind: `messages` or `prompt_completion`.
-        record: its fields.
-        template: the tokenizer's; None where it has none.
+    """The text of a record of ``kind`` `messages` or `prompt_completion`; a tokenizer may have no ``template``.
 
     Raises:
         ValueError: what is wrong with the record, in words that follow its place.

@@ -17,11 +17,7 @@ _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2t
 
 
 def embedded_documents(name: str) -> Iterator[tuple[str, str]]:
-    """Group and text of the documents of a built-in source, in a fixed order.
-
-    Args:
-        name: `builtin` of the source.
-    """
+    """Group and text of the documents of a built-in source, in a fixed order."""
     return ((group, text) for group, text in _BUILTIN[name]() if text.strip())
 
 

@@ -18,23 +18,16 @@ from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError, reason, shown
 from moh_llm.records.tokens import SourceIdentity, TextRecord
 
-_LIST_BYTES = 1 << 28  # of a list of addresses
 _CHUNK = 1 << 16  # bytes read at once
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source.
+    """One file of a source."""
 
-    Attributes:
-        path: local path or address.
-        size: bytes; None where the server was not asked.
-        modified: time of modification (UTC), or the Hub's hash of the content; None where unknown.
-    """
-
-    path: str
-    size: int | None = None
-    modified: str | None = None
+    path: str  # local path or address
+    size: int | None = None  # bytes; None where the server was not asked
+    modified: str | None = None  # time of modification (UTC), or the Hub's hash of the content; None where unknown
 
     @property
     def name(self) -> str:
@@ -93,10 +86,7 @@ def _listed_addresses(source: Source) -> list[str]:
     where = f"source {source.name}: list {shown(source.url_list)}"
     try:
         with open_file(source.url_list) as file:
-            data = file.read(_LIST_BYTES + 1)
-        if len(data) > _LIST_BYTES:
-            raise UserError(f"it is longer than {_LIST_BYTES >> 20} MiB")
-        lines = [line.strip() for line in data.decode().split("\n")]
+            lines = [line.strip() for line in file.read().decode().split("\n")]
     except Exception as error:
         raise UserError(f"{where} cannot be read: {reason(error)}") from error
     urls = [line for line in lines if line and not line.startswith("#")]
@@ -109,11 +99,7 @@ def _listed_addresses(source: Source) -> list[str]:
 def source_identity(
     source: Source, files: Sequence[SourceFile], tokenizer: TextTokenizer, validation_share: float
 ) -> SourceIdentity:
-    """Everything that decides a source's shards: text, tokenizer, and what is held out.
-
-    Raises:
-        UserError: the source has messages, and the tokenizer has no chat template.
-    """
+    """Everything that decides a source's shards. Raises UserError for messages where the tokenizer has no template."""
     if source.type == "messages" and tokenizer.chat is None:
         raise UserError(
             f"source {source.name} has messages, and tokenizer {tokenizer.name} has no chat template; "
@@ -135,16 +121,13 @@ def open_file(path: str, seekable: bool = False) -> Iterator[IO[bytes]]:
     """Yield the file's decompressed bytes; the ending of its name says how they are compressed.
 
     Reading raises the decompressor's error where the data are corrupt or end too early. Decompression holds a bounded
-    amount ahead of the reader.
-
-    Args:
-        path: local path or address.
-        seekable: whether the reader seeks; if not, an HTTP address is read as one stream.
+    amount ahead of the reader. An HTTP address is read as one stream unless the reader must seek.
 
     Raises:
         UserError: a package is missing, or the path is a folder, pipe or device.
     """
-    with _open_stored(path, seekable) as raw:
+    with _open_stored(path, seekable) as stored:
+        raw = stored if seekable else io.BufferedReader(stored, _CHUNK)
         ending = shown(path).lower().rsplit(".", 1)[-1]
         if ending == "gz":
             yield io.BufferedReader(gzip.GzipFile(fileobj=raw), _CHUNK)
@@ -159,21 +142,16 @@ def open_file(path: str, seekable: bool = False) -> Iterator[IO[bytes]]:
             yield raw
 
 
-@contextmanager
-def _open_stored(path: str, seekable: bool) -> Iterator[Any]:
+def _open_stored(path: str, seekable: bool) -> Any:
     if "://" not in path:
         if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe or a device may never end
             raise UserError(f"{shown(path)} is no regular file; name a file")
-        with open(path, "rb") as file:
-            yield file
-        return
+        return open(path, "rb")
     import fsspec
 
     # A block size of 0 asks for one stream: some servers, as Dolma's, know neither sizes nor ranges.
     streamed = path.startswith(("http://", "https://")) and not seekable
     try:
-        opened = fsspec.open(path, "rb", **({"block_size": 0} if streamed else {}))
+        return fsspec.open(path, "rb", **({"block_size": 0} if streamed else {}))
     except ImportError as error:
         raise UserError(f'{shown(path)}: reading it needs a package ({error}); pip install "moh-llm[data]"') from error
-    with opened as file:
-        yield io.BufferedReader(file, _CHUNK) if streamed else file

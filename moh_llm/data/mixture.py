@@ -9,7 +9,6 @@ A mixture file is YAML::
         weight: 3                   # share of the tokens; weights are normalised
         files: web/*.jsonl.zst      # or: hub + data_files, url_list, builtin
         text_field: body            # default: text
-        max_epochs: 4
 """
 
 import glob
@@ -21,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from moh_llm.errors import UserError, shown_in, without_passwords
@@ -34,21 +33,18 @@ _REMOVED = {
     "filters": "filter the text before, with datasets or datatrove",
     "urls": "write the addresses into a file, one per line, and name it as url_list",
     "format": "the ending of a file's name decides; rename or link the file",
+    "max_epochs": "moh-llm doctor and mixture show print the passes through each source",
     "chat_date": "chat templates always write 26 July 2024 for today",
 }
 _Made = TypeVar("_Made")
 
 
-def _paths(value: Any) -> tuple[str, ...]:
-    """One path or several. Pydantic's `str` would refuse a path with bytes that are not UTF-8."""
-    paths = (value,) if isinstance(value, str) else value
-    if not isinstance(paths, list | tuple) or not all(isinstance(path, str) and path for path in paths):
-        raise ValueError("must be a path or a list of paths")
-    return tuple(paths)
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 _Text = Annotated[str, Field(min_length=1)]
-_Paths = Annotated[tuple[str, ...], PlainValidator(_paths)]
+_Paths = Annotated[tuple[_Text, ...], BeforeValidator(_listed)]  # one path or several
 
 
 @checked_dataclass(frozen=True, config=_STRICT)
@@ -63,7 +59,6 @@ class Source:
         builtin: text that comes with Python, so that everything runs without a download (`moh_llm.data.embedded`).
         type: what a record is: a text, a conversation (`messages`), or `prompt` and `completion` (`moh_llm.data.chat`).
         text_field: name of the field that holds the text.
-        max_epochs: how often training may go through the source; None: no bound.
     """
 
     name: str
@@ -77,7 +72,6 @@ class Source:
     builtin: Literal["python_topics", "python_docstrings", "python_sources"] | None = None
     type: Literal["text", "messages", "prompt_completion"] = "text"
     text_field: _Text = "text"
-    max_epochs: Annotated[float, Field(gt=0, lt=1e9)] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,9 +108,6 @@ def load_mixture(path_or_name: str | Path) -> Mixture:
 
     Local paths are relative to the mixture file, and ``$NAME`` in them is replaced by the environment
     variable. Whether the files exist is checked when they are needed (`locate`).
-
-    Raises:
-        UserError: the file is missing or not YAML, a key is unknown, or a value cannot be used.
     """
     path = Path(path_or_name)
     if not path.is_file() and str(path_or_name) == EMBEDDED.name:

@@ -25,16 +25,11 @@ _COMPRESSED = (".gz", ".zst", ".zstd")
 def source_documents(
     source: Source, files: Sequence[SourceFile] | None = None, template: chat.ChatTemplate | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield group and text of a source's documents in their order, without empty ones.
+    """Yield group and text of a source's documents in their order, without empty ones; from ``files``, or from all.
 
     `is_held_out` splits documents by their group. Of a document in a file it is the text, so that duplicates stay
-    together.
-
-    Args:
-        source: what to read.
-        files: those of its files to read; None: all.
-        template: the tokenizer's chat template, which turns messages into text. Documents of a source of another type
-            than text are `ChatText`.
+    together. Documents of a source of another type than text are `ChatText`, which the tokenizer's chat ``template``
+    writes.
 
     Raises:
         UserError: a file or record cannot be read (the message names both), or a source has no text.

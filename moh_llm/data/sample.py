@@ -38,8 +38,7 @@ def sample_mixture(
     side empty (one long document, for example), the end of what was read is held out instead.
 
     Args:
-        mixture: the sources and their weights.
-        tokenizer: a Hugging Face tokenizer.
+        mixture, tokenizer: the text, and a Hugging Face tokenizer.
         train_tokens, validation_tokens: stop reading a source once it has its weight's share of both. A source with too
             few held-out tokens is made up for by the others. None: read everything.
         long: take the first `long` tokens of documents that have as many, and shorter documents after these. At most 32
@@ -116,7 +115,7 @@ class _Sampler:
         streams = [_stream(pieces[side] + short[side]) for side in (False, True)]
         if not all(map(len, streams)):
             streams = split_tail(streams[0] if len(streams[0]) else streams[1], self.validation_share)
-        return TokenizedSource(source.name, source.weight, *streams, source.max_epochs), counted
+        return TokenizedSource(source.name, source.weight, *streams), counted
 
 
 def _stream(pieces: Sequence[_Piece]) -> TokenStream:

@@ -24,7 +24,7 @@ from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
 from moh_llm.locking import lock_folder
 from moh_llm.reading import expand_home
-from moh_llm.records.tokens import SPLITS, SplitRecord, TokensRecord, index_of, loss_of, read_tokens
+from moh_llm.records.tokens import SPLITS, SplitRecord, index_of, loss_of, read_tokens
 
 # Training does not tokenise more text than this itself: it takes minutes, and users want to choose the folder.
 ON_THE_FLY_BYTES = 1 << 30
@@ -32,24 +32,11 @@ ON_THE_FLY_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Shard:
-    """Tokens of some documents, in memory or mapped from a file.
+    """Tokens of some documents, in memory or mapped from a file."""
 
-    Attributes:
-        tokens: ids.
-        ends: end of each document, uint64.
-        targets: whether the loss is taken on each token, bool; None: on all.
-    """
-
-    tokens: np.ndarray
-    ends: np.ndarray
-    targets: np.ndarray | None = None
-
-    @classmethod
-    def from_documents(cls, pieces: Sequence[np.ndarray], targets: Sequence[np.ndarray] | None = None) -> "Shard":
-        """A shard in memory: one array of ids per document, and one of the tokens that the loss is taken on."""
-        ends = np.cumsum([len(piece) for piece in pieces], dtype=np.uint64)
-        tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint32)
-        return cls(tokens, ends, None if targets is None else np.concatenate(targets))
+    tokens: np.ndarray  # ids
+    ends: np.ndarray  # of each document, in tokens, uint64
+    targets: np.ndarray | None = None  # whether the loss is taken on each token; None: on all
 
     @classmethod
     def from_file(cls, path: Path, dtype: np.dtype, entry: SplitRecord) -> "Shard":
@@ -86,8 +73,10 @@ class TokenStream:
 
     @classmethod
     def from_documents(cls, pieces: Sequence[np.ndarray], targets: Sequence[np.ndarray] | None = None) -> "TokenStream":
-        """Tokens in memory (`Shard.from_documents`)."""
-        return cls.from_shards([Shard.from_documents(pieces, targets)])
+        """Tokens in memory: one array of ids per document, and one of the tokens that the loss is taken on."""
+        ends = np.cumsum([len(piece) for piece in pieces], dtype=np.uint64)
+        tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint32)
+        return cls.from_shards([Shard(tokens, ends, None if targets is None else np.concatenate(targets))])
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -97,11 +86,7 @@ class TokenStream:
         return TokenStream(self.shards, self.start + start, self.start + stop, self.ends)
 
     def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """`length` token ids from `start` on, int64, and the offsets at which documents begin.
-
-        Raises:
-            IndexError: the stream has fewer tokens.
-        """
+        """`length` token ids from `start` on, int64, and the offsets at which documents begin."""
         if start < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of a stream of {len(self)}")
         ids, begins, done = np.empty(length, dtype=np.int64), [], 0
@@ -135,17 +120,12 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class TokenizedSource:
-    """A source's tokens, for training and held out.
-
-    `weight` is its share of the tokens, `max_epochs` how often training may go through it, and
-    `sha256` a hash over its shards' hashes ("" in memory).
-    """
+    """A source's tokens, for training and held out; `sha256` is a hash over its shards' hashes ("" in memory)."""
 
     name: str
     weight: float
     train: TokenStream
     validation: TokenStream
-    max_epochs: float | None = None
     sha256: str = ""
 
 
@@ -166,12 +146,8 @@ class Tokens(NamedTuple):
 def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None], rows: int | None = None) -> Tokens:
     """The tokens of a recipe's ``data.mixture``.
 
-    Args:
-        mixture: a folder that ``moh-llm tokenize`` made, or a mixture file or name, whose text is tokenised into the
-            cache unless its tokens are there.
-        tokenizer: the model's Hugging Face tokenizer.
-        say: prints one line.
-        rows: of the model's embedding.
+    That is a folder that ``moh-llm tokenize`` made, or a mixture file or name, whose text is tokenised into the cache
+    unless its tokens are there. ``rows`` are those of the model's embedding; ``say`` prints one line.
 
     Raises:
         UserError: another tokenizer made the tokens, one has no row, or the text cannot be read or is too much.
@@ -182,14 +158,12 @@ def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None], rows: i
         return Tokens(read_tokens(Path(mixture)).name, mixture, sources)
     spec = load_mixture(mixture)
     folder = cache_folder(spec, wanted)
-    if not _is_finished(folder):
-        from moh_llm.data.tokenize import tokenize_mixture
+    from moh_llm.data.tokenize import tokenize_mixture
 
-        say(f"tokenising its text into {folder}")
-        with lock_folder(folder, wait=True):
-            if not _is_finished(folder):  # by another process, meanwhile
-                # What a killed run left is from the same text: the folder's name has its hash.
-                tokenize_mixture(spec, wanted, folder)
+    say(f"its tokens are in {folder}")
+    # Of several processes the first tokenises. What a killed run left is from the same text: its hash is in the name.
+    with lock_folder(folder, wait=True):
+        tokenize_mixture(spec, wanted, folder)
     return Tokens(spec.name, str(folder), open_tokens(folder, spec, wanted))
 
 
@@ -198,16 +172,11 @@ def open_tokens(
 ) -> list[TokenizedSource]:
     """The sources of a folder that `tokenize_mixture` finished.
 
-    Where the hash held out nothing of a source, or all of it (one long document, for example), the end of
-    the source is held out instead.
-
-    Args:
-        folder: the folder.
-        mixture: its weights and bounds of epochs take the place of the recorded ones.
-        tokenizer: must be the one that made the tokens; None: any.
+    The weights of ``mixture`` take the place of the recorded ones. Where the hash held out nothing
+    of a source, or all of it (one long document, for example), the end of the source is held out instead.
 
     Raises:
-        UserError: the folder is not finished, a shard is missing or cut short, or another tokenizer
+        UserError: the folder is not finished, a shard is missing or cut short, or a tokenizer other than ``tokenizer``
             made the tokens.
     """
     record = read_tokens(folder)
@@ -222,19 +191,31 @@ def open_tokens(
                     f"the tokens in {folder} were made with another {what} ({made.name}, {ours[:12]}) than that of "
                     f"{tokenizer.name}; tokenise the mixture with the latter"
                 )
-    shares = {name: (entry.weight, entry.max_epochs) for name, entry in record.sources.items()}
+    weights = {name: entry.weight for name, entry in record.sources.items()}
     if mixture is not None:
-        shares = {source.name: (source.weight, source.max_epochs) for source in mixture.sources}
-    return [_open_source(folder, name, weight, epochs, record) for name, (weight, epochs) in shares.items()]
+        weights = {source.name: source.weight for source in mixture.sources}
+    dtype = np.dtype(record.tokenizer.dtype).newbyteorder("<")
+    sources = []
+    for name, weight in weights.items():
+        if name not in record.sources:
+            raise UserError(f"{folder} holds no tokens of source {name}; tokenise the mixture again")
+        entries = [record.sources[name].shards.get(split, []) for split in SPLITS]
+        streams = [
+            TokenStream.from_shards([Shard.from_file(folder / name / entry.file, dtype, entry) for entry in found])
+            for found in entries
+        ]
+        if not all(map(len, streams)):
+            streams = split_tail(streams[0] if len(streams[0]) else streams[1], record.validation_share)
+        hashes = "".join(entry.sha256 + (entry.loss_sha256 or "") for found in entries for entry in found)
+        digest = hashlib.sha256(hashes.encode()).hexdigest()
+        sources.append(TokenizedSource(name, weight, *streams, digest))
+    return sources
 
 
 def cache_folder(mixture: Mixture, tokenizer: TextTokenizer) -> Path:
     """The folder of a mixture's tokens in ``$MOH_LLM_CACHE``, by default ``moh_llm`` in the Hugging Face cache.
 
-    Its name has a hash of text, tokenizer and settings; weights do not change it.
-
-    Raises:
-        UserError: the text is not there, or too much for training to tokenise.
+    Its name has a hash of text, tokenizer and settings, not of weights. Raises UserError for too much text.
     """
     from huggingface_hub.constants import HF_HOME
 
@@ -252,29 +233,3 @@ def cache_folder(mixture: Mixture, tokenizer: TextTokenizer) -> Path:
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     root = Path(expand_home(os.environ.get("MOH_LLM_CACHE") or os.path.join(HF_HOME, "moh_llm")))
     return root / "tokens" / f"{re.sub(r'[^A-Za-z0-9_-]', '-', mixture.name)}-{key}"
-
-
-def _is_finished(folder: Path) -> bool:
-    try:
-        return bool(open_tokens(folder))
-    except UserError:
-        return False
-
-
-def _open_source(
-    folder: Path, name: str, weight: float, max_epochs: float | None, record: TokensRecord
-) -> TokenizedSource:
-    if name not in record.sources:
-        raise UserError(f"{folder} holds no tokens of source {name}; tokenise the mixture again")
-    entries = record.sources[name].shards
-    dtype = np.dtype(record.tokenizer.dtype).newbyteorder("<")
-    streams = []
-    for split in SPLITS:
-        shards = [Shard.from_file(folder / name / entry.file, dtype, entry) for entry in entries.get(split, [])]
-        streams.append(TokenStream.from_shards(shards))
-    train, validation = streams
-    if not len(train) or not len(validation):
-        train, validation = split_tail(train if len(train) else validation, record.validation_share)
-    found = [entry for split in SPLITS for entry in entries.get(split, [])]
-    digest = hashlib.sha256("".join(entry.sha256 + (entry.loss_sha256 or "") for entry in found).encode())
-    return TokenizedSource(name, weight, train, validation, max_epochs, digest.hexdigest())

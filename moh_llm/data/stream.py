@@ -7,9 +7,7 @@ sequences (s - 1) * B onwards, on any number of processes.
 """
 
 import hashlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
 
@@ -23,16 +21,7 @@ _ONE = 1 << 60  # weights are fixed-point numbers, so that counting is exact at 
 
 
 class SequenceStream:
-    """An endless stream of training sequences with random access.
-
-    Args:
-        sources: tokenised sources; weights are shares of tokens.
-        sequence_length: L, tokens per sequence.
-        seed: chooses the permutations.
-
-    Raises:
-        UserError: a source has fewer training tokens than one sequence.
-    """
+    """An endless stream of training sequences of L tokens with random access; ``seed`` chooses the permutations."""
 
     def __init__(self, sources: Sequence[TokenizedSource], sequence_length: int, seed: int):
         for source in sources:
@@ -74,17 +63,6 @@ class SequenceStream:
         """Whole sequences of the source; the shorter rest at its end is not read."""
         return len(self.sources[source].train) // self.sequence_length
 
-    def check_epochs(self, sequences: int) -> None:
-        """Raise UserError if the first `sequences` sequences exceed `max_epochs` of a source."""
-        for number, (source, count) in enumerate(zip(self.sources, self.counts(sequences), strict=True)):
-            has = self.sequences_per_epoch(number)
-            if source.max_epochs is not None and count > source.max_epochs * has:
-                raise UserError(
-                    f"source {source.name} would be read {count / has:.2f} times ({count:,} sequences of "
-                    f"{self.sequence_length} tokens; it has {has:,}), more than its max_epochs={source.max_epochs:g}; "
-                    "train for fewer tokens, lower its weight, add text or raise max_epochs"
-                )
-
     def batch(self, first: int, count: int) -> dict[str, torch.Tensor]:
         """Sequences `first` to `first + count - 1` as int64 tensors `[count, L]`.
 
@@ -103,26 +81,12 @@ class SequenceStream:
     def read_steps(
         self, steps: Iterable[int], batch_size: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the batch of each step (from 1): a process's consecutive part of the step's sequences.
-
-        A thread reads the next batch while one is trained on. Batches are slices of files in memory, so that it needs
-        no processes, which would outlive a run that is killed and take the signals that Slurm sends.
-
-        Args:
-            steps: their numbers.
-            batch_size: sequences of a step, over all processes.
-            rank, world_size: of this process.
-        """
+        """Yield the batch of each step (from 1): a process's consecutive part of the step's `batch_size` sequences."""
         first = batch_size * rank // world_size
         count = batch_size * (rank + 1) // world_size - first
-        with ThreadPoolExecutor(max_workers=1) as reader:
-            reading: deque[Future] = deque()
-            for step in steps:
-                reading.append(reader.submit(self.batch, (step - 1) * batch_size + first, count))
-                if len(reading) > 1:
-                    yield reading.popleft().result()
-            while reading:
-                yield reading.popleft().result()
+        for step in steps:
+            # Slices of mapped files take milliseconds, so that no other process or thread reads them.
+            yield self.batch((step - 1) * batch_size + first, count)
 
 
 def make_receipt(stream: SequenceStream, sequences: int) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,7 @@ split: bytes would depend on the number of workers, and a changed text would not
 import multiprocessing
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,35 +57,26 @@ class Task:
 
 
 def make_tasks(mixture: Mixture, output: Path) -> list[Task]:
-    """The tasks of all sources. They depend on the sources' files alone, not on the number of workers.
-
-    Raises:
-        UserError: a source's files are not there, or its name cannot be the name of a folder.
-    """
-    return [task for source in mixture.sources for task in _tasks_of(source, output)]
-
-
-def _tasks_of(source: Source, output: Path) -> Iterator[Task]:
-    if not re.fullmatch(r"\w[\w.+-]*", source.name):
-        raise UserError(f"source {source.name!r}: a source's name becomes a folder; use letters, digits, _, - and .")
-    folder = output / source.name
-    number, group, held = 0, [], 0
-    for file in locate(source):
-        size = _TASK_BYTES if file.size is None else file.size
-        if group and held + size > _TASK_BYTES:
-            yield Task(source, number, tuple(group), folder)
-            number, group, held = number + 1, [], 0
-        group.append(file)
-        held += size
-    yield Task(source, number, tuple(group), folder)
+    """The tasks of all sources. They depend on the sources' files alone, not on the number of workers."""
+    tasks = []
+    for source in mixture.sources:
+        if not re.fullmatch(r"\w[\w.+-]*", source.name):
+            raise UserError(f"source {source.name!r}: its name becomes a folder; use letters, digits, _, - and .")
+        groups: list[list[SourceFile]] = [[]]
+        held = 0
+        for file in locate(source):
+            size = _TASK_BYTES if file.size is None else file.size
+            if groups[-1] and held + size > _TASK_BYTES:
+                groups.append([])
+                held = 0
+            groups[-1].append(file)
+            held += size
+        tasks += [Task(source, number, tuple(group), output / source.name) for number, group in enumerate(groups)]
+    return tasks
 
 
 def prepare_sources(tasks: Sequence[Task], tokenizer: TextTokenizer, validation_share: float) -> None:
-    """Write each source's `source.json`, or check that the one there says the same.
-
-    Raises:
-        UserError: text, tokenizer or settings of a source differ from those its shards were made from.
-    """
+    """Write each source's `source.json`. Raises UserError where the one that is there says something else."""
     for folder in dict.fromkeys(task.folder for task in tasks):
         own = [task for task in tasks if task.folder == folder]
         identity = source_identity(own[0].source, [f for t in own for f in t.files], tokenizer, validation_share)
@@ -93,23 +84,13 @@ def prepare_sources(tasks: Sequence[Task], tokenizer: TextTokenizer, validation_
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             identity.write(path)
-        elif difference := _difference(SourceIdentity.read(path), identity):
+        recorded = SourceIdentity.read(path)
+        changed = [name for name, now in identity if getattr(recorded, name) != now]
+        if changed:
             raise UserError(
-                f"{folder} holds tokens made from something else: {difference}; restore it, name another --output, "
+                f"{folder} holds tokens made with another {' and '.join(changed)}; restore it, name another --output, "
                 "or remove that folder to tokenise the source again"
             )
-
-
-def _difference(recorded: SourceIdentity, wanted: SourceIdentity) -> str | None:
-    """The first thing in which two identities differ, in words."""
-    for name, now in wanted:
-        before = getattr(recorded, name)
-        if before != now and name == "text" and isinstance(before, list) and isinstance(now, list):
-            files = [file for file in [*before, *now] if file not in before or file not in now]
-            return f"{files[0].file} changed, is new or is gone" if files else "the order of the files"
-        if before != now:
-            return f"{name} was {before}, now {now}"
-    return None
 
 
 def is_done(task: Task) -> bool:
@@ -128,24 +109,15 @@ class TaskWriter:
     Documents keep their order; a hash decides the split of each. The shards come into place by
     renaming, the record of the task last, so that a task that was stopped is done again, with the
     same bytes.
-
-    Attributes:
-        tokenizer: the tokenizer.
-        validation_share: share of held-out documents.
-        threads: of the tokenizer; None: what this process has.
     """
 
     tokenizer: TextTokenizer
     validation_share: float
-    threads: int | None = None
 
     def __call__(self, task: Task) -> None:
         """Write the shards. Raises UserError for text that cannot be read and for an error of the disk."""
         if is_done(task):
             return
-        if self.threads is not None:
-            # Also for one thread: without its pool the library is a fifth slower.
-            os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(self.threads)}
         with scratch_folder(task.record.with_suffix("")) as scratch:
             splits = self._write_shards(task, scratch)
             for path in sorted(scratch.iterdir()):

@@ -5,7 +5,6 @@ The record, OUTPUT/mixture.json, holds per source the counts, text and shards. I
 """
 
 import contextlib
-import json
 import multiprocessing
 import os
 import subprocess
@@ -22,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from moh_llm.data.mixture import Mixture, Source
+from moh_llm.data.mixture import Mixture
 from moh_llm.data.tasks import Task, TaskWriter, is_done, make_tasks, prepare_sources
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError, reason
@@ -39,10 +38,6 @@ from moh_llm.records.tokens import (
     TokensRecord,
 )
 
-# Threads of one process share the vocabulary in the caches, which two processes do not; the Python of one process keeps
-# about this many busy.
-_CORES_PER_WORKER = 4
-
 
 def tokenize_mixture(
     mixture: Mixture,
@@ -51,29 +46,31 @@ def tokenize_mixture(
     *,
     workers: int | None = None,
     executor: str = "local",
-    executor_args: Mapping[str, str] | None = None,
+    executor_args: Mapping[str, Any] | None = None,
 ) -> TokensRecord | None:
     """Write the mixture's shards, or what is left of them, and return the record (`OUTPUT/mixture.json`).
 
     Args:
-        mixture: the sources; a change of weights alone writes the record and no shard.
-        tokenizer: what text is tokenised with.
-        output: folder of the shards.
+        mixture, tokenizer, output: a change of the mixture's weights alone writes the record and no shard.
         workers: processes at once; None: one per four cores, or all of a cluster's.
         executor: ``local``, ``slurm`` or ``ray``.
         executor_args: keywords of datatrove's executor (for Slurm at least time and partition).
 
-    Returns:
-        The record; None where the jobs were submitted to Slurm.
+    Returns None where the jobs were submitted to Slurm.
 
     Raises:
         UserError: unreadable text, a folder that holds something else or is being written, or an error of the disk.
     """
     check_place(output)
     output = Path(os.path.realpath(output))
-    options = {name: _value(text) for name, text in (executor_args or {}).items()}
+    options = executor_args or {}
     with lock_folder(output):
-        _check_output(output)
+        if output.exists() and not output.is_dir():
+            raise UserError(f"--output {output} is a file; name a folder")
+        held = [path for path in output.iterdir() if path.name != INSIDE] if output.exists() else []
+        # The record is written last: a run that was killed left sources without it.
+        if held and not (output / MIXTURE_RECORD).exists() and not any(output.glob("*/source.json")):
+            raise UserError(f"--output {output} is not empty and holds no {MIXTURE_RECORD}; name another folder")
         tasks = make_tasks(mixture, output)
         prepare_sources(tasks, tokenizer, mixture.validation_share)
         chats = any(source.type != "text" for source in mixture.sources)
@@ -81,30 +78,17 @@ def tokenize_mixture(
         # The largest first, so that none is left to the end alone.
         if left := sorted((task for task in tasks if not is_done(task)), key=lambda task: -task.bytes):
             write_json(output / MIXTURE_RECORD, {"status": "running"})
+            write = TaskWriter(tokenizer, mixture.validation_share)
             if executor == "local":
+                # The tokenizer has threads; the Python of one process keeps about four busy.
                 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-                workers = min(workers or ceil(cores / _CORES_PER_WORKER), len(left))
-                threads = None if workers == 1 else max(1, cores // workers)
-                _run_here(TaskWriter(tokenizer, mixture.validation_share, threads), left, workers)
+                _run_here(write, left, min(workers or ceil(cores / 4), len(left)))
             else:
-                write = TaskWriter(tokenizer, mixture.validation_share, options.get("cpus_per_task", 1))
                 # -1: as many processes as the cluster gives.
                 _run_on_cluster(executor, write, left, finish, workers or -1, output / "logs", options)
             if executor == "slurm":
                 return None
         return finish()
-
-
-def _check_output(output: Path) -> None:
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is a file; name a folder")
-    try:
-        held = [path for path in output.iterdir() if path.name != INSIDE] if output.is_dir() else []
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be read: {error.strerror}; name another folder") from error
-    ours = (output / MIXTURE_RECORD).exists() or any(output.glob("*/source.json"))  # the record may not be written yet
-    if held and not ours:
-        raise UserError(f"--output {output} is not empty and holds no {MIXTURE_RECORD}; name another folder")
 
 
 def _run_here(write: TaskWriter, tasks: Sequence[Task], workers: int) -> None:
@@ -198,30 +182,34 @@ def _run_on_cluster(
         ) from error
 
 
-def _value(text: str) -> Any:
-    """A value of ``--executor-args``: JSON, or else a text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def write_record(mixture: Mixture, tasks: Sequence[Task], output: Path, tokenizer: TokenizerRecord) -> TokensRecord:
     """Write `OUTPUT/mixture.json` from the tasks' records.
 
     Raises:
         UserError: a task is not done, or a source holds no text.
     """
-    for task in tasks:
-        if not is_done(task):
+    sources = {}
+    for source in mixture.sources:
+        own = [task for task in tasks if task.source.name == source.name]
+        if missing := next((task for task in own if not is_done(task)), None):
             raise UserError(
-                f"source {task.source.name}, part {task.number} was not tokenised; {output / 'logs'} says why; give "
-                "the same command again when that is corrected"
+                f"source {source.name}, part {missing.number} was not tokenised; {output / 'logs'} says why; give the "
+                "same command again when that is corrected"
             )
-    sources = {
-        source.name: _source_record(source, [t for t in tasks if t.source.name == source.name])
-        for source in mixture.sources
-    }
+        shards: dict[Split, list[ShardRecord]] = {split: [] for split in SPLITS}
+        for task in own:
+            for split, entry in TaskRecord.read(task.record).splits.items():
+                shards[split].append(ShardRecord(file=task.shard(split).name, **entry.content()))
+        every = [shard for found in shards.values() for shard in found]
+        if not every:
+            raise UserError(f"source {source.name} holds no text")
+        sources[source.name] = SourceRecord(
+            weight=source.weight,
+            documents=sum(shard.documents for shard in every),
+            tokens=sum(shard.tokens for shard in every),
+            text=[file.record() for task in own for file in task.files],
+            shards=shards,
+        )
     record = TokensRecord(
         status="finished",
         name=mixture.name,
@@ -232,26 +220,3 @@ def write_record(mixture: Mixture, tasks: Sequence[Task], output: Path, tokenize
     )
     record.write(output / MIXTURE_RECORD)
     return record
-
-
-def _source_record(source: Source, tasks: Sequence[Task]) -> SourceRecord:
-    done = [TaskRecord.read(task.record) for task in tasks]
-    shards: dict[Split, list[ShardRecord]] = {
-        split: [
-            ShardRecord(file=task.shard(split).name, **record.splits[split].content())
-            for task, record in zip(tasks, done, strict=True)
-            if split in record.splits
-        ]
-        for split in SPLITS
-    }
-    every = [shard for found in shards.values() for shard in found]
-    if not every:
-        raise UserError(f"source {source.name} holds no text")
-    return SourceRecord(
-        weight=source.weight,
-        max_epochs=source.max_epochs,
-        documents=sum(shard.documents for shard in every),
-        tokens=sum(shard.tokens for shard in every),
-        text=[file.record() for task in tasks for file in task.files],
-        shards=shards,
-    )

@@ -26,12 +26,8 @@ _ADDED_TOKENS = 1024
 def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "PreTrainedTokenizerBase":
     """The Hugging Face tokenizer of a folder or a Hub id. Code beside it is not run.
 
-    Args:
-        name_or_path: folder or Hub id.
-        vocab_size: rows of the embedding that the ids index; None: not checked.
-
     Raises:
-        UserError: there is none, its files cannot be read, or it has ids beyond the embedding.
+        UserError: there is none, its files cannot be read, or it has ids beyond an embedding of ``vocab_size`` rows.
     """
     from transformers import AutoTokenizer
 
@@ -122,26 +118,16 @@ class TextTokenizer:
         canonical = json.dumps([json.loads(self.backend.to_str()), self.end], sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
-    def record(self, chats: bool = False) -> TokenizerRecord:
+    def record(self, chats: bool) -> TokenizerRecord:
         """Identity of the tokenizer for records; ``chats``: with its chat template."""
-        template = {"chat_template": self.chat.sha256} if chats and self.chat else {}
-        return TokenizerRecord(
-            name=self.name,
-            sha256=self.sha256,
-            vocab_size=self.vocab_size,
-            end_of_document=self.end,
-            dtype=self.dtype.name,
-            **template,
-        )
+        template = self.chat.sha256 if chats and self.chat else None
+        return TokenizerRecord(name=self.name, sha256=self.sha256, dtype=self.dtype.name, chat_template=template)
 
     def encode(self, documents: Iterable[tuple[str, str]]) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
         """Yield, per document, its group, its token ids (`dtype`) and on which of them the loss is taken (bool).
 
         `end` closes a document unless a chat template wrote it. The third is None for all tokens, and an array for a
-        `ChatText`.
-
-        Args:
-            documents: pairs of group and text, as `source_documents` yields them. One batch of them is held.
+        `ChatText`. One batch of ``documents`` (`source_documents`) is held.
 
         Raises:
             UserError: a document holds a token without a row in the embedding.

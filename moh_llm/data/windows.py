@@ -34,13 +34,12 @@ def window(stream: TokenStream, start: int, length: int) -> Window:
     return ids, positions, labels
 
 
-def stack(sequences: Sequence[Window], length: int) -> dict[str, torch.Tensor]:
-    """Stack windows as int64 tensors `[B, length]`."""
-    names = ("input_ids", "position_ids", "labels")
-    if not sequences:  # a step may have fewer sequences than there are processes
-        return {name: torch.zeros(0, length, dtype=torch.int64) for name in names}
-    parts = zip(*sequences, strict=True)
-    return {name: torch.from_numpy(np.stack(part)) for name, part in zip(names, parts, strict=True)}
+def stack(rows: Sequence[tuple[np.ndarray, ...]], length: int) -> dict[str, torch.Tensor]:
+    """Stack rows of ids, positions, labels and, if they have it, documents as int64 tensors `[B, length]`."""
+    names = ("input_ids", "position_ids", "labels", "documents")
+    if not rows:  # a step may have fewer sequences than there are processes
+        return {name: torch.zeros(0, length, dtype=torch.int64) for name in names[:3]}
+    return {name: torch.from_numpy(np.stack(part)) for name, part in zip(names, zip(*rows, strict=True), strict=False)}
 
 
 def window_counts(streams: Sequence[TokenStream], shares: Sequence[float], length: int, tokens: int) -> list[int]:
@@ -60,20 +59,16 @@ def fixed_batches(
     tensors of `SequenceStream.batch` and `documents`: each token's document, numbered over all streams,
     so that a document keeps its number across windows and batches. The last batch may have fewer rows.
     """
-    windows, documents, last = [], [], 0
+    rows, last = [], 0
     for stream, count in zip(streams, window_counts(streams, shares, length, tokens), strict=True):
         last += 1  # a stream may open inside a document
-        for index in range(count):
-            windows.append(window(stream, index * length, length))
+        for start in range(0, count * length, length):
             begins = np.zeros(length, dtype=np.int64)
-            begins[stream.read(index * length, length)[1]] = 1
-            documents.append(last + np.cumsum(begins))
-            last = int(documents[-1][-1])
-    return [
-        stack(windows[first : first + batch_size], length)
-        | {"documents": torch.from_numpy(np.stack(documents[first : first + batch_size]))}
-        for first in range(0, len(windows), batch_size)
-    ]
+            begins[stream.read(start, length)[1]] = 1
+            documents = last + np.cumsum(begins)
+            rows.append((*window(stream, start, length), documents))
+            last = int(documents[-1])
+    return [stack(rows[first : first + batch_size], length) for first in range(0, len(rows), batch_size)]
 
 
 def held_out_tokens(length: int) -> int:
@@ -103,15 +98,9 @@ def validation_batches(
     weight's share, and each source gives one at least. Short windows share a row, kept apart by their positions; one
     that does not fit into the rest of a row is cut.
 
-    Args:
-        sources: their held-out text is read.
-        sequence_length: tokens in a row.
-        max_tokens: of all windows together; None: `held_out_tokens`. Below that, all windows may have the full length.
-        batch_size: rows in a batch.
-
-    Returns:
-        Batches like those of `fixed_batches`, the longest documents first. Tokens that fill no row are one shorter row
-        in a batch of its own.
+    All windows have ``max_tokens`` together; None: `held_out_tokens`. Below that, all may have the full length. Batches
+    are like those of `fixed_batches`, the longest documents first; tokens that fill no row are one shorter row in a
+    batch of its own.
 
     Raises:
         UserError: no source has held-out text for one window.
@@ -131,11 +120,7 @@ def validation_batches(
     full = [row for row in rows if len(row[0]) == sequence_length]
     groups = [full[first : first + batch_size] for first in range(0, len(full), batch_size)]
     groups += [[row] for row in rows[len(full) :]]
-    return [
-        stack([row[:3] for row in group], len(group[0][0]))
-        | {"documents": torch.from_numpy(np.stack([row[3] for row in group]))}
-        for group in groups
-    ]
+    return [stack(group, len(group[0][0])) for group in groups]
 
 
 def _document_windows(sources: Sequence[TokenizedSource], length: int, tokens: int) -> list[Window]:

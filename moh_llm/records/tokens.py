@@ -15,18 +15,10 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
 class TokenizerRecord(Record):
-    """The tokenizer of a folder of tokens.
-
-    Attributes:
-        end_of_document: id that closes documents.
-        dtype: dtype of the stored ids.
-        chat_template: hash of the template that wrote conversations, if there are any.
-    """
+    """The tokenizer of a folder of tokens, the dtype of its ids, and the hash of its template if it wrote any text."""
 
     name: str
     sha256: str
-    vocab_size: int
-    end_of_document: int | None
     dtype: Literal["uint16", "uint32"]
     chat_template: str | None = None
 
@@ -99,7 +91,6 @@ class SourceRecord(Record):
     """A source in `mixture.json`: its numbers, the files that were read, and its shards."""
 
     weight: PositiveFloat
-    max_epochs: float | None = None
     documents: int
     tokens: int
     text: list[TextRecord]

@@ -120,7 +120,6 @@ class _Training:
             self.say(f"{role}: {self.reference.described}")
         self._open_data()
         self.stream = SequenceStream(self.tokens.sources, data.sequence_length, config.seed)
-        self.stream.check_epochs(config.max_steps * data.batch_size)
         self.held_out = validation_batches(
             self.tokens.sources, data.sequence_length, config.evaluation.max_tokens, data.micro_batch_size
         )

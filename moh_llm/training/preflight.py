@@ -156,7 +156,6 @@ def _data(config: TrainConfig) -> Iterator[str]:
     stream, sequences = SequenceStream(sources, data.sequence_length, config.seed), config.max_steps * data.batch_size
     for source, (name, entry) in zip(sources, make_receipt(stream, sequences).items(), strict=True):
         yield f"{name}: {entry['tokens']:,} tokens to be read of {len(source.train):,}, {entry['epochs']:.2f} epochs"
-    stream.check_epochs(sequences)
     validation_batches(sources, data.sequence_length, config.evaluation.max_tokens, data.micro_batch_size)
 
 

@@ -16,7 +16,7 @@ name: made
 validation_share: 0.1
 sources:
   plain: {weight: 5, files: plain-*.jsonl}
-  packed: {weight: 3, files: packed.json.gz, max_epochs: 2}
+  packed: {weight: 3, files: packed.json.gz}
   named: {weight: 2, files: named.jsonl, text_field: body}
 """
 

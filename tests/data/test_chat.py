@@ -247,7 +247,7 @@ def test_another_template_is_another_text(words, chats, tmp_path):
     words.chat_template = MARKED
     with pytest.raises(UserError, match="were made with another template"):
         tokens_for(str(tmp_path / "out"), words, print)
-    with pytest.raises(UserError, match="chat_template was"):
+    with pytest.raises(UserError, match="made with another chat_template"):
         tokenize_mixture(load_mixture(chats), TextTokenizer.from_tokenizer(words), tmp_path / "out", workers=1)
     assert tokens_for(str(chats), words, print).folder != first
     words.chat_template = None

@@ -56,7 +56,6 @@ def test_tokens_are_the_documents_split_in_two(tmp_path, tokenizer):
     assert texts_of(source.validation, tokenizer) == held_out
     assert texts_of(source.train, tokenizer) == [text for text in DOCUMENTS if text not in held_out]
     assert 0.1 < len(held_out) / len(DOCUMENTS) < 0.3
-    assert (source.weight, source.max_epochs) == (1.0, None)
 
 
 def test_a_limit_reads_less_but_holds_out_the_same(tmp_path, tokenizer):

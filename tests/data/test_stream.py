@@ -75,11 +75,3 @@ def test_a_step_is_the_same_on_any_number_of_processes(seed, weights, sequence_l
 def test_too_little_text_is_refused():
     with pytest.raises(UserError, match="source a has 5 training tokens, fewer than one sequence of 10"):
         SequenceStream([source("a", 1.0, length=5)], 10, seed=0)
-
-
-def test_more_epochs_than_allowed_are_refused_with_the_numbers():
-    stream = SequenceStream([source("a", 0.5, max_epochs=2), source("b", 0.5)], 10, seed=0)
-    stream.check_epochs(400)  # 200 sequences of each, which has 100
-    refusal = r"source a would be read 2\.01 times \(201 sequences .* it has 100\).*max_epochs=2"
-    with pytest.raises(UserError, match=refusal):
-        stream.check_epochs(402)

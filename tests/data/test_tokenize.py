@@ -43,7 +43,7 @@ def test_shards_hold_the_documents_in_order_and_the_record_counts_them(corpus, t
         assert entry.tokens == len(opened.train) + len(opened.validation) == sum(len(text) + 1 for text in texts)
         assert [file.bytes for file in entry.text] == [file.size for file in locate(source)]
         assert entry.weight == opened.weight == source.weight
-    assert record.tokenizer.sha256 == tokenizer.sha256 and record.sources["packed"].max_epochs == 2
+    assert record.tokenizer.sha256 == tokenizer.sha256
 
 
 def test_bytes_depend_on_nothing_but_the_text(corpus, tokenizer, tmp_path, monkeypatch, shards):
@@ -111,13 +111,12 @@ def test_going_on_does_only_what_is_left(corpus, tokenizer, tmp_path, shards):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: (f / "plain-1.jsonl").unlink(), r"plain-1\.jsonl changed, is new or is gone"),
-        (lambda f: (f / "plain-2.jsonl").write_text(NEW), r"plain-2\.jsonl changed, is new"),
+        (lambda f: (f / "plain-2.jsonl").write_text(NEW), "made with another text; restore it"),
         (lambda f: (f.parent / "out" / "plain" / "source.json").write_text("{}"), r"source\.json lacks tokenizer"),
-        (lambda f: edit(f, "text_field: body", "text_field: x"), r"text_field was body, now x"),
+        (lambda f: edit(f, "text_field: body", "text_field: x"), "made with another text_field"),
     ],
 )  # fmt: skip
-def test_changed_text_is_named(corpus, tokenizer, tmp_path, change, message, shards):
+def test_tokens_of_other_text_are_left_alone(corpus, tokenizer, tmp_path, change, message, shards):
     output = tmp_path / "out"
     tokenize_mixture(load_mixture(corpus), tokenizer, output, workers=1)
     before = shards(output)
@@ -136,7 +135,7 @@ def edit(folder: Path, old: str, new: str) -> None:
 def test_another_tokenizer_is_refused(corpus, tokenizer, tmp_path):
     tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=1)
     other = TextTokenizer(tokenizer.backend, None, "other")
-    with pytest.raises(UserError, match=r"made from something else: tokenizer was \w{64}, now \w{64}"):
+    with pytest.raises(UserError, match="made with another tokenizer"):
         tokenize_mixture(load_mixture(corpus), other, tmp_path / "out", workers=1)
     with pytest.raises(UserError, match=r"were made with another tokenizer .* than that of other"):
         open_tokens(tmp_path / "out", tokenizer=other)
@@ -158,10 +157,10 @@ def test_a_source_without_text_is_refused(corpus, tokenizer, tmp_path):
         tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=1)
 
 
-@pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "", "a b"])
+@pytest.mark.parametrize("name", ["../up", ".hidden", ""])
 def test_a_source_name_stays_in_the_folder(corpus, tokenizer, tmp_path, name):
     edit(corpus.parent, "plain:", f"{json.dumps(name)}:")
-    with pytest.raises(UserError, match="a source's name becomes a folder"):
+    with pytest.raises(UserError, match="its name becomes a folder"):
         tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=1)
     assert not (tmp_path / "out").exists()
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moh_llm.data.shards import Shard, TokenizedSource, TokenStream, split_tail
+from moh_llm.data.shards import TokenizedSource, TokenStream, split_tail
 from moh_llm.data.windows import fixed_batches, held_out_tokens, validation_batches, window
 from moh_llm.errors import UserError
 
@@ -35,7 +35,10 @@ def test_shards_are_one_row(lengths, start, length):
     total, first = sum(flat), np.cumsum([0, *flat])[:-1]
     cuts = np.cumsum([len(shard) for shard in lengths])[:-1]
     stream = TokenStream.from_shards(
-        [Shard.from_documents([pieces[i] for i in part]) for part in np.split(np.arange(len(flat)), cuts)]
+        [
+            TokenStream.from_documents([pieces[i] for i in part]).shards[0]
+            for part in np.split(np.arange(len(flat)), cuts)
+        ]
     )
     start = start % total
     length = min(length, total - start)
