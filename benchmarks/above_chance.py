@@ -10,11 +10,11 @@ less what guessing gives; kept, the margin's share of the base's, none where the
 by how much the log-likelihood of the right answer is above the base's, and that by byte of the answer. The last row is
 the mean over benchmarks, of the margins over those that the base is above chance on. Intervals are 95 %, by bootstrap
 over items, which all models share. Below the table: what share of the base's keys each converted model reads in the
-first prompts of each benchmark, a mean over benchmarks and in each. --output holds the answers of each
+first prompts of each benchmark, a mean over benchmarks and in each. --output holds the finished benchmarks of each
 model, so that the same command goes on where it stopped and takes more models, and `above_chance.json`. The same of
-prompts of 2,000 to 4,000 tokens, whose examples are computed once for all items:
+prompts of 2,000 to 4,000 tokens:
 
-    python benchmarks/above_chance.py BASE --suite benchmarks/long_prompts.yaml --share-prefixes --models ...
+    python benchmarks/above_chance.py BASE --suite benchmarks/long_prompts.yaml --models ...
 """
 
 import argparse
@@ -36,8 +36,8 @@ from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation.evaluate import prompts
 from moh_llm.evaluation.models import register_moh
-from moh_llm.evaluation.processes import AnswerCache
-from moh_llm.evaluation.runner import ModelScores, installed_versions, score, spell_seconds
+from moh_llm.evaluation.processes import Finished
+from moh_llm.evaluation.runner import ModelScores, installed_versions, score
 from moh_llm.evaluation.suite import Benchmark, Suite, load_suite
 from moh_llm.evaluation.tasks import Loaded, load_tasks
 from moh_llm.files import write_json
@@ -64,7 +64,6 @@ def main() -> int:
     parser.add_argument("base", help="folder or Hub id of the dense model")
     parser.add_argument("--models", nargs="*", default=[], metavar="NAME=MODEL", help="models to compare with it")
     parser.add_argument("--suite", default=str(SUITE), help="YAML file of benchmarks (default: above_chance.yaml here)")
-    parser.add_argument("--share-prefixes", action="store_true", help="as for moh-llm evaluate")
     parser.add_argument("--data-dir", type=Path, help="local data, as for moh-llm evaluate (default: the Hub)")
     parser.add_argument("--items", type=int, default=1000, help="at most so many of each benchmark (default: 1000)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks, without their forms (default: all)")
@@ -82,12 +81,11 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"--models {given}: give NAME=MODEL, each with a name of its own that is not base")
         models[name] = model
     suite = chosen(load_suite(args.suite), args.only)
-    cache = AnswerCache(args.output)
+    finished = Finished(args.output)
     scores = score(
         *(models, suite, args.data_dir, args.items, args.batch_size, args.compute_dtype),
-        cache=cache,
+        finished=finished,
         log_samples=True,
-        share_prefixes=args.share_prefixes,
     )
     for name, result in scores.items():
         if result.errors:
@@ -95,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         loaded = load_tasks(suite, Path(folder), args.data_dir, args.items)
         found = {
-            label: {one.benchmark.name: items_of(scores[label], one, cache, label, args.items) for one in loaded}
+            label: {one.benchmark.name: items_of(scores[label], one, finished, label, args.items) for one in loaded}
             for label in models
         }
         keys = keys_of(models, prompts(loaded, PROMPTS, say=print), args.base, scores["base"].dtype)
@@ -105,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
         by_name = ", ".join(f"{name} {share:.3f}" for name, share in read.items())
         print(f"{label} reads {np.mean([*read.values()]):.3f} of the base's keys: {by_name}")
     seconds = {label: round(sum(one.seconds for one in result.scores.values())) for label, result in scores.items()}
-    print(", ".join(f"{label} took {spell_seconds(spent)}" for label, spent in seconds.items()))
+    print(", ".join(f"{label} took {spent} s" for label, spent in seconds.items()))
     versions = installed_versions()
     print(f"{scores['base'].dtype}, {', '.join(f'{name} {version}' for name, version in versions.items())}")
     record = {"models": models, "suite": suite.name, "items": args.items, "keys": keys, "seconds": seconds}
@@ -153,18 +151,19 @@ def plain(name: str) -> str:
     return name
 
 
-def items_of(result: ModelScores, loaded: Loaded, cache: AnswerCache, label: str, limit: int) -> Items:
+def items_of(result: ModelScores, loaded: Loaded, finished: Finished, label: str, limit: int) -> Items:
     """The items of one model on one benchmark, which is one task."""
     name, (task,) = loaded.benchmark.name, loaded.tasks
     gold, size = [], []
-    with cache.samples_file(label, name).open(encoding="utf-8") as lines:
+    with finished.file(label, name).open(encoding="utf-8") as lines:
+        next(lines)  # the scores
         for line, row in zip(lines, task.task_docs.select(range(min(limit, len(task.task_docs)))), strict=True):
-            responses, answer = json.loads(line)["responses"], 0
+            item, answer = json.loads(line), 0
             if task.OUTPUT_TYPE == "multiple_choice":
                 given = task.doc_to_text(row) if task.multiple_input else task.doc_to_target(row)
                 answer = given if isinstance(given, int) else task.doc_to_choice(row).index(given)
-            gold.append(float(responses[answer]["log_likelihood"]))
-            size.append(len(responses[answer]["continuation"].strip().encode()))
+            gold.append(float(item["resps"][answer][0][0]))
+            size.append(len(item["arguments"][answer][1].strip().encode()))
     (right,) = result.scores[name].strata
     chances = result.chances[name]
     assert chances is not None

@@ -107,7 +107,7 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **option
 def evaluate(models: PathLike | Sequence[PathLike], *, command_line: str = "", **options: Any) -> "Evaluation":
     """Score models and their base on a suite of benchmarks with lm-eval, and write a report.
 
-    Answers are kept until the report is written, so that the same call resumes an interrupted evaluation.
+    Finished benchmarks are kept until the report is written, so that the same call resumes an interrupted evaluation.
     Under `accelerate launch` or torchrun every process calls this.
 
     Args:

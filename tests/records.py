@@ -68,12 +68,11 @@ def record_of(
         for name in (name for name in names if name not in failed):
             draw, lose = random.Random(name), random.Random(label + name)
             values = [float(draw.random() < RIGHT.get(name, 0.5) and lose.random() < keep) for _ in range(ITEMS)]
-            scores[name] = Score([values], {name: (sum(values) / ITEMS, ITEMS)}, 2.0, False, 8)
+            scores[name] = Score([values], {name: (sum(values) / ITEMS, ITEMS)}, 2.0, False)
         results[label] = ModelScores(
             *(f"in/{identity.weights}", identity, "float32", "cpu", 64, scores),
             data={name: f"digest of {name}" for name in names},
             hardware="a fast card",
-            stored_dtype="bfloat16" if label == "base" else "float32",
             chances={name: None if chance is None else [[chance] * ITEMS] for name, chance in chances.items()},
         )
     options = EvaluationConfig(list(models), data_dir=data_dir)
@@ -92,8 +91,7 @@ def make_report(
     results = {}
     for label, found in scores.items():
         made = {
-            n: Score([values], {n: (sum(values) / len(values), len(values))}, 1, False, 8)
-            for n, values in found.items()
+            n: Score([values], {n: (sum(values) / len(values), len(values))}, 1, False) for n, values in found.items()
         }
         results[label] = ModelScores(f"folder/{label}", Identity(label, label, None), "float32", "cpu", 64, made)
         results[label].chances = {n: [[chances[n]] * len(found[n])] if n in chances else None for n in found}

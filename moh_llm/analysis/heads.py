@@ -1,9 +1,9 @@
 """A forward pass watched layer by layer: which heads tokens have on, what heads give, and where they attend.
 
-Shapes: B batch, T tokens, C hidden size, H query heads, D head size. Heads are in the model's order.
+Shapes: B batch, T tokens, H query heads, D head size. Heads are in the model's order.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,9 +29,6 @@ class LayerPass:
     """States of one attention layer for one batch."""
 
     layer: int
-    router: MoHRouter
-    router_inputs: tuple[torch.Tensor, torch.Tensor]
-    """The layer's input `[B, T, C]` and queries `[B, T, H, D]`."""
     on: torch.Tensor
     """Which heads each token has on, bool `[B, T, H]`."""
     heads: torch.Tensor
@@ -94,7 +91,7 @@ def _keep_routing(seen: dict, router: MoHRouter, args: tuple, output: tuple) -> 
     logits, gate = output
     # A weighted score may round to zero, so the selection counts as well.
     selected = router._of_heads(logits.new_ones(*logits.shape[:-1], router.shared_groups), router.select(logits))
-    seen |= {"router": router, "router_inputs": args[:2], "on": (gate != 0) | selected.bool()}
+    seen["on"] = (gate != 0) | selected.bool()
 
 
 def _keep_heads(seen: dict, o_proj: nn.Module, args: tuple) -> None:
@@ -202,7 +199,7 @@ class AttentionMaps:
     """Attention of one layer to a text of T tokens."""
 
     tokens: list[str]
-    """The tokens as printable strings."""
+    """The tokens, each decoded alone."""
     layer: int
     weights: torch.Tensor
     """Weight of each query for each key, `[H, T, T]` in float32, also where a query has the head off."""
@@ -237,24 +234,4 @@ def attention_maps(
 
     with attention_patterns(model):
         watch(model, [{"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}], take)
-    return AttentionMaps(token_strings(tokenizer, ids[0].tolist()), layer, *found)
-
-
-def token_strings(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Each token as it reads in its text, with spaces kept and line breaks escaped.
-
-    A token that is part of a character, or that decodes to nothing, is shown as the vocabulary has it.
-    """
-    pieces = []
-    for number, token in enumerate(ids):
-        before = tokenizer.decode(ids[max(0, number - 1) : number], clean_up_tokenization_spaces=False)
-        piece = tokenizer.decode(ids[max(0, number - 1) : number + 1], clean_up_tokenization_spaces=False)
-        # Some tokenizers drop the space at the start of a text, so a token is read behind its predecessor.
-        if piece.startswith(before):
-            piece = piece.removeprefix(before)
-        else:
-            piece = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        if not piece or "\N{REPLACEMENT CHARACTER}" in piece:
-            piece = tokenizer.convert_ids_to_tokens(token)
-        pieces.append("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in piece))
-    return pieces
+    return AttentionMaps([tokenizer.decode([token]) for token in ids[0].tolist()], layer, *found)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from moh_llm.analysis.heads import heads_on, last_routed_layer, token_strings
+from moh_llm.analysis.heads import last_routed_layer
 from moh_llm.analysis.measures import measure_heads, similarity_table
 from moh_llm.data.shards import TokenStream
 from moh_llm.data.windows import fixed_batches, stack, window
@@ -27,7 +27,6 @@ from moh_llm.flops import forward_flops
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHLlamaPreTrainedModel
 
-SENTENCE = "When the rain stopped, Anna counted 12 boats on the river and asked why none of them had moved."
 LENGTHS = tuple(2**n for n in range(7, 18))  # tokens: 128 to 131,072
 _ROW = 512  # tokens
 _ROWS = 4  # of a batch
@@ -42,7 +41,6 @@ def analyse(
     model: MoHLlamaForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     texts: Mapping[str, Sequence[str]],
-    sentence: str = SENTENCE,
     tokens_per_text: int = 1024,
     lengths: Sequence[int] = LENGTHS,
 ) -> dict[str, Any]:
@@ -56,7 +54,6 @@ def analyse(
         model: a MoH model in evaluation mode, where it lies, as it is set.
         tokenizer: its tokenizer; it adds its special tokens to each document.
         texts: documents by the name of their text.
-        sentence: its tokens are recorded with the heads that each has on in the last layer with routed heads.
         tokens_per_text: the most that is read of a text.
         lengths: in tokens, for the cost. FLOPs leave out those beyond the model's context; measured seconds also those
             beyond 8,192 and those after the first whose passes take more than 5 s together.
@@ -67,7 +64,7 @@ def analyse(
     """
     if not isinstance(model, MoHLlamaForCausalLM):
         raise UserError(f"a {type(model).__name__} has no heads to choose among: only MoH models are analysed")
-    last = last_routed_layer(model)
+    last_routed_layer(model)  # raises if there is none
     context = model.config.max_position_embeddings
     row = min(_ROW, context)
 
@@ -84,8 +81,6 @@ def analyse(
     # `moh_llm.evaluate` disables the bars of lm-eval by an environment variable, but not this one.
     with tqdm(desc="analysis", total=tokens, unit="token", unit_scale=True, disable=False) as bar:
         measures = measure_heads(model, {name: _batches(stream, row) for name, stream in streams.items()}, bar.update)
-        ids = tokenizer(sentence)["input_ids"]
-        on = heads_on(model, torch.tensor([ids], device=model.device))[0, last]
         return {
             "heads": model.config.num_attention_heads,
             "num_active": [router.num_active for router in model.routers],
@@ -94,7 +89,6 @@ def analyse(
             "device": str(model.device),
             "dtype": str(model.dtype).removeprefix("torch."),
             **measures,
-            "token_heads": {"tokens": token_strings(tokenizer, ids), "layers": [last], "on": [on.tolist()]},
             "similarity": similarity_table(model, few, bar.update),
             "flops": [
                 {

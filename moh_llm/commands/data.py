@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fetch = actions.add_parser(
         "fetch-benchmarks", help="the benchmarks of a suite, as files for --data-dir", description=__doc__
     )
-    fetch.add_argument("folder", metavar="DIR", type=as_path, help="folder of the files; whole ones are kept")
+    fetch.add_argument("folder", metavar="DIR", type=as_path, help="folder of the files; those that are there are kept")
     fetch.add_argument(
         "--suite",
         default="paper",
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fetch. Returns 1 when something could not be fetched, else 0; raises `UserError` for bad input."""
-    from moh_llm.evaluation.fetch import MANIFEST, fetch
+    from moh_llm.evaluation.fetch import fetch
     from moh_llm.evaluation.suite import load_suite
     from moh_llm.evaluation.tasks import require_lm_eval
     from moh_llm.files import check_place
@@ -39,5 +39,5 @@ def run(args: argparse.Namespace) -> int:
         say_aside(problem)
     if problems:
         return 1
-    say(f"{args.folder} holds suite {suite.name}; {MANIFEST} lists them and their origin. Use it with --data-dir")
+    say(f"{args.folder} holds suite {suite.name}; use it with --data-dir")
     return 0

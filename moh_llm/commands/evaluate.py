@@ -1,8 +1,8 @@
 """`moh-llm evaluate`: score models, and the base beside them, on a frozen suite of benchmarks.
 
 It also analyses what the heads of MoH models did on the benchmarks' text. Under `accelerate launch` or torchrun
-the requests are distributed over the processes. OUTPUT.partial keeps the answers of an interrupted run;
-the same command resumes it.
+the requests are distributed over the processes. OUTPUT.partial keeps the finished benchmarks of an interrupted
+run; the same command resumes it.
 """
 
 import argparse
@@ -50,6 +50,6 @@ def print_evaluation(evaluation: "Evaluation") -> None:
     if evaluation.partial is not None:
         again = ", ".join(evaluation.failed_benchmarks)
         say(
-            f"answers are kept in {evaluation.partial}: the same command with --overwrite "
+            f"finished benchmarks are kept in {evaluation.partial}: the same command with --overwrite "
             + (f"scores only {again} again" if again else "repeats the analysis only")
         )

@@ -12,7 +12,10 @@ from moh_llm.options import Folder, Place, Places, options
 class EvaluationConfig:
     """One evaluation: models and their base, a suite of benchmarks, and the folder of the report."""
 
-    REMOVED: ClassVar[dict[str, str]] = {"model": "models names the folders or Hub ids to score"}
+    REMOVED: ClassVar[dict[str, str]] = {
+        "model": "models names the folders or Hub ids to score",
+        "share_prefixes": "a larger batch_size shortens long prompts' scoring",
+    }
 
     models: Places
     """Folders or Hub ids of the models to score."""
@@ -37,8 +40,7 @@ class EvaluationConfig:
     """Score only this many items of each task. Default: all of them."""
 
     batch_size: PositiveInt | Literal["auto"] = 8
-    """Sequences per forward pass and process. `auto`: chosen for each benchmark from its longest prompt and the free
-    memory."""
+    """Sequences per forward pass and process. `auto`: on a GPU 64, and fewer when memory runs out."""
 
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype that all models are computed in. Whatever they are stored in. `auto`: bfloat16 where the device computes it
@@ -47,12 +49,8 @@ class EvaluationConfig:
     device: str | None = None
     """Torch device, such as `cuda:1` or `cpu`. Default: the accelerator if there is one."""
 
-    share_prefixes: bool = False
-    """Compute common beginnings of prompts once. Such as the examples of MMLU. Scores may differ by rounding: in
-    float32 they are equal in practice, in bfloat16 close choices may flip."""
-
     log_samples: bool = False
-    """Write each item's prompt, responses and score. To `samples/MODEL/BENCHMARK.jsonl` in the output folder."""
+    """Write each item as lm-eval logs it. To `samples/MODEL/BENCHMARK.jsonl` in the output folder."""
 
     analysis: bool = True
     """Analysis of what the heads did on the benchmarks' text."""

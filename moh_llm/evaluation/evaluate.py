@@ -19,8 +19,8 @@ from moh_llm.devices import empty_cache
 from moh_llm.errors import UserError
 from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.models import check_model, has_heads_off, label_models
-from moh_llm.evaluation.processes import AnswerCache, connect, disconnect
-from moh_llm.evaluation.record import add_samples, build_record
+from moh_llm.evaluation.processes import Finished, connect, disconnect
+from moh_llm.evaluation.record import build_record, write_samples
 from moh_llm.evaluation.report import write_report
 from moh_llm.evaluation.runner import score
 from moh_llm.evaluation.runs import read_runs_behind
@@ -47,7 +47,7 @@ class Evaluation:
     folder: Path
     """Holds ``report.html``, ``report.md`` and ``report.json``, and ``samples`` if asked for."""
     partial: Path | None
-    """Folder of the answers, kept because a benchmark or an analysis failed; None if nothing did."""
+    """Folder of the finished benchmarks, kept because another one or an analysis failed; None if nothing did."""
     first_process: bool = True
     """False on the other processes of a launcher, which may return before the report is written."""
 
@@ -65,9 +65,9 @@ class Evaluation:
 def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, command_line: str = "") -> Evaluation:
     """Score models on a suite, analyse their heads, and write the report.
 
-    A benchmark or an analysis that fails is part of the result. Answers are kept in OUTPUT.partial until the report is
-    written, so that the same call resumes an interrupted evaluation. Under `accelerate launch` or torchrun every
-    process calls this: requests are shared among them and the first one writes.
+    A benchmark or an analysis that fails is part of the result. Finished benchmarks are kept in OUTPUT.partial until
+    the report is written, so that the same call resumes an interrupted evaluation. Under `accelerate launch` or
+    torchrun every process calls this: requests are shared among them and the first one writes.
 
     Args:
         options: see `EvaluationConfig`.
@@ -86,7 +86,7 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
         team.broadcast(lambda: held.enter_context(lock_folder(options.output)))
         # Whoever held the lock until now may have made the folder.
         team.broadcast(lambda: check_output_folder(options.output, options.overwrite))
-        cache = AnswerCache.beside(options.output)
+        finished = Finished.beside(options.output)
         # 2. lm-eval on each model.
         scores = score(
             models,
@@ -97,9 +97,8 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
             options.compute_dtype,
             options.device,
             say=say,
-            cache=cache,
+            finished=finished,
             log_samples=options.log_samples,
-            share_prefixes=options.share_prefixes,
         )
         # 3. Statistics of the scores, and what the heads did. The first process analyses; the others wait, because a
         # launcher ends all processes when one ends with an error.
@@ -116,12 +115,12 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
         runs = read_runs_behind(record.described_models, say)
         with new_folder(options.output, options.overwrite) as folder:
             if options.log_samples:
-                add_samples(folder, record, cache)
+                write_samples(folder / "samples", record, finished)
             write_report(folder, record, runs)
         if not record.errors and record.analysis == record.analyses:
-            cache.remove()
+            finished.remove()
             return Evaluation(record, options.output, None)
-        return Evaluation(record, options.output, cache.folder if cache.folder.is_dir() else None)
+        return Evaluation(record, options.output, finished.folder if finished.folder.is_dir() else None)
 
 
 def _check(options: EvaluationConfig) -> tuple[Suite, dict[str, str]]:

@@ -10,7 +10,6 @@ from moh_llm.records.conversion import read_conversion
 from moh_llm.records.identity import FolderRecords
 from moh_llm.records.model import CONFIG, TOKENIZERS, may_be_hub_id, read_config, read_weight_map
 from moh_llm.records.seal import read_seal
-from moh_llm.records.tensors import matrix_dtype
 
 # Records that other commands write beside the weights.
 RECORDS = ("conversion.json", "lineage.json", "run.json")
@@ -153,22 +152,3 @@ def other_base(records: FolderRecords | None, base: str, revision: str | None) -
         except UserError:  # no model that can be converted
             same = False
     return None if same else recorded.label
-
-
-def stored_dtype(model: str) -> str:
-    """The widest floating dtype among a folder's weight matrices; of a model on the Hub that of its config.
-
-    Vectors do not count: some checkpoints hold norms or rotary frequencies in float32 beside bfloat16 matrices. float32
-    if neither is known.
-    """
-    import torch
-    from transformers import AutoConfig
-
-    if Path(model).is_dir() and (dtype := matrix_dtype(Path(model), read_weight_map(Path(model))[1])):
-        return str(dtype).removeprefix("torch.")
-    register_moh()
-    named = getattr(AutoConfig.from_pretrained(model), "dtype", None)
-    if isinstance(named, str):
-        named = getattr(torch, named, None)
-    dtype = named if isinstance(named, torch.dtype) and named.is_floating_point else torch.float32
-    return str(dtype).removeprefix("torch.")

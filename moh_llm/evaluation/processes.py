@@ -1,22 +1,22 @@
-"""The processes of one evaluation, and the answers that they keep until its report is written.
+"""The processes of one evaluation, and the benchmarks that they have finished, kept until its report is written.
 
-OUTPUT.partial/answers-KEY/RANK.jsonl            answers of one model, by request; the key is what they depend on
-OUTPUT.partial/samples/MODEL/BENCHMARK.jsonl     with --log-samples, the log of a benchmark's items
+OUTPUT.partial/MODEL/BENCHMARK.jsonl     what the scores depend on and the scores; then, with --log-samples, the items
 """
 
 import contextlib
 import hashlib
 import json
 import re
-import time
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from moh_llm.devices import check_group, world_size
 from moh_llm.errors import UserError
+from moh_llm.files import write_text
 
 T = TypeVar("T")
 
@@ -88,103 +88,57 @@ def disconnect() -> None:
         torch.distributed.destroy_process_group()
 
 
-class AnswerCache:
-    """The folder of an evaluation's answers and logs."""
+class Finished:
+    """The finished benchmarks of an evaluation, in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
-    def beside(cls, output: Path) -> "AnswerCache":
-        """The cache that belongs to a report's folder."""
+    def beside(cls, output: Path) -> "Finished":
+        """Those that belong to a report's folder."""
         return cls(output.with_name(f"{output.name}.partial"))
 
-    def open(self, key: dict[str, Any], team: Team) -> "Answers":
-        """Open the answers that depend on ``key``: the model's files, dtype, hardware, versions.
+    def read(self, model: str, benchmark: str, key: dict[str, Any]) -> dict[str, Any] | None:
+        """The scores, or None if there are none or ``key``, on which they depend, was another."""
+        file = self.file(model, benchmark)
+        if not file.is_file():
+            return None
+        with file.open(encoding="utf-8") as lines:
+            found = json.loads(next(lines))
+        return found["scores"] if found["key"] == key else None
 
-        A request's text, and so its benchmark and data, is its own key. Batch size and number of processes change an
-        answer by rounding alone and are not in it. Raises UserError if the folder cannot be written.
-        """
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        folder = self.folder / f"answers-{digest[:16]}"
+    def write(
+        self, model: str, benchmark: str, key: dict[str, Any], scores: dict[str, Any], items: Iterable[Any]
+    ) -> None:
+        """Keep the scores of a benchmark and its items. Raises UserError if the folder cannot be written."""
+        file = self.file(model, benchmark)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make {file.parent}: {error.strerror}; name another --output") from error
+        lines = [{"key": key, "scores": scores}, *items]
+        write_text(file, "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines))
 
-        def open_own() -> TextIO:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                return (folder / f"{team.rank}.jsonl").open("a", buffering=1, encoding="utf-8")
-            except OSError as error:
-                raise UserError(f"cannot write to {folder}: {error.strerror}; name another --output") from error
+    def copy_items(self, model: str, benchmark: str, to: Path) -> None:
+        """Copy the items of a benchmark, as JSON lines."""
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with self.file(model, benchmark).open("rb") as lines, to.open("wb") as copy:
+            next(lines)
+            shutil.copyfileobj(lines, copy)
 
-        known = team.broadcast(lambda: _read(folder))
-        return Answers(known, team.barrier(open_own), team.size)
-
-    def samples_file(self, label: str, benchmark: str) -> Path:
-        """Where the log of a benchmark's items lies."""
-        return self.folder / "samples" / file_name(label) / f"{file_name(benchmark)}.jsonl"
+    def file(self, model: str, benchmark: str) -> Path:
+        """Where a benchmark of a model is kept."""
+        return self.folder / file_name(model) / f"{file_name(benchmark)}.jsonl"
 
     def remove(self) -> None:
-        """Remove all answers and logs, of earlier runs too, and the folders that this empties; other files stay."""
-        for pattern in ("answers-*/*.jsonl", "samples/*/*.jsonl", "samples/*/.*.jsonl.*.tmp"):
+        """Remove all that was kept, and the folders that this empties; other files stay."""
+        for pattern in ("*/*.jsonl", "*/.*.jsonl.*.tmp"):
             for file in self.folder.glob(pattern):
-                with contextlib.suppress(OSError):
-                    file.unlink()
-        for folder in (*self.folder.glob("samples/*"), *self.folder.glob("*"), self.folder):
+                file.unlink(missing_ok=True)
+        for folder in (*self.folder.glob("*"), self.folder):
             with contextlib.suppress(OSError):
                 folder.rmdir()
-
-
-class Answers:
-    """Answers of one model; those that an earlier run left are found, new ones are kept.
-
-    Not lm-eval's cache, which stores pickles, and neither time nor cut prompts.
-    """
-
-    def __init__(
-        self, known: dict[str, list[Any]] | None = None, file: TextIO | None = None, processes: int = 1
-    ) -> None:
-        self.known, self._file, self._processes = known or {}, file, processes
-        if file is not None:
-            file.write("\n")  # a killed run may have left a part of a line
-        self.start()
-
-    def start(self) -> None:
-        """Begin a benchmark."""
-        self.cut = False
-        """Whether some prompt since was longer than the model's context and lost its beginning."""
-        self.seconds = 0.0
-        """Seconds that an earlier run took for the answers that were found since."""
-        self._last = time.perf_counter()
-
-    def find(self, kind: str, request: Iterable[Any]) -> Any:
-        """The answer to a request, or None; log-likelihoods are pairs, as lm-eval has them."""
-        entry = self.known.get(_hash(kind, request))
-        if entry is None:
-            return None
-        answer, seconds, cut = entry
-        self.seconds, self.cut = self.seconds + seconds, self.cut or cut
-        return tuple(answer) if isinstance(answer, list) else answer
-
-    def add_partial(self, kind: str, request: Iterable[Any], answer: Any) -> None:
-        """Keep an answer. lm-eval calls this, its cache hook, as soon as a request is answered."""
-        if self._file is not None:
-            now = time.perf_counter()
-            entry = [_hash(kind, request), answer, round((now - self._last) / self._processes, 6), self.cut]
-            self._file.write(json.dumps(entry) + "\n")
-            self._last = now
-
-
-def _read(folder: Path) -> dict[str, list[Any]]:
-    known = {}
-    for file in sorted(folder.glob("*.jsonl")):
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):  # the end of a line was not written
-                key, *entry = json.loads(line)
-                known[key] = entry
-    return known
-
-
-def _hash(kind: str, request: Iterable[Any]) -> str:
-    return hashlib.sha256(json.dumps([kind, *request]).encode()).hexdigest()
 
 
 def file_name(name: str) -> str:

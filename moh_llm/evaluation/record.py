@@ -1,14 +1,13 @@
 """The record of an evaluation, `report.json`, from the scores of its items. Figures are in percent."""
 
 import datetime
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.models import describe_model, other_base
-from moh_llm.evaluation.processes import AnswerCache, file_name
+from moh_llm.evaluation.processes import Finished, file_name
 from moh_llm.evaluation.runner import ModelScores, Score, installed_versions
 from moh_llm.evaluation.suite import Benchmark, Suite
 from moh_llm.evaluation.tasks import SEEDS
@@ -51,7 +50,6 @@ def build_record(
         data="the suite's own" if suite.data else source,
         dtype=" and ".join(dict.fromkeys(result.dtype for result in scores.values())),
         batch_size=options.batch_size,
-        share_prefixes=options.share_prefixes,
         processes=processes,
         seeds=dict(SEEDS),
         versions=installed_versions(),
@@ -61,17 +59,11 @@ def build_record(
     )
 
 
-def add_samples(folder: Path, report: EvaluationRecord, cache: AnswerCache) -> None:
-    """Copy the logs of all scored items into ``folder`` and name each in ``report``.
-
-    Raises UserError when the disk refuses (through `new_folder`).
-    """
+def write_samples(folder: Path, report: EvaluationRecord, finished: Finished) -> None:
+    """Copy the log of all scored items into ``folder``."""
     for row in report.benchmarks:
-        for label, figures in row.scores.items():
-            place = Path("samples") / file_name(label) / f"{file_name(row.name)}.jsonl"
-            (folder / place).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(cache.samples_file(label, row.name), folder / place)
-            figures.samples = str(place)
+        for label in row.scores:
+            finished.copy_items(label, row.name, folder / file_name(label) / f"{file_name(row.name)}.jsonl")
 
 
 def _average_rows(rows: Sequence[Row], compared: dict[str, bool], columns: Sequence[str]) -> Average:
@@ -163,8 +155,6 @@ def _figures(result: Score, chances: statistics.Strata | None) -> Figures:
     return Figures(
         **statistics.value_of(result.strata, 0, 1).content(),
         items=result.items,
-        seconds=round(result.seconds, 2),
-        batch_size=result.batch_size,
         truncated=result.truncated,
         tasks={task: {"value": 100 * value, "items": items} for task, (value, items) in result.tasks.items()},
         margin=None if margins is None else statistics.value_of(margins, -chance, 1 - chance),
@@ -190,7 +180,6 @@ def _model(result: ModelScores, base: ModelScores | None) -> ModelRecord:
         plan_sha256=result.identity.plan,
         revision=result.identity.revision,
         dtype=result.dtype,
-        stored_dtype=result.stored_dtype,
         device=result.device,
         attention_backend=result.attention_backend,
         hardware=result.hardware,

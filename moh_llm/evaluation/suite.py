@@ -7,9 +7,9 @@ entry ``{from: paper, name: MMLU}`` takes a benchmark of the package's suite. Re
 import dataclasses
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, StringConstraints, ValidationError
 from pydantic.dataclasses import dataclass
 
 from moh_llm.errors import UserError
@@ -19,8 +19,8 @@ from moh_llm.records.base import describe_fault
 SUITES = Path(__file__).resolve().parent / "suites"
 SCRIPT_DATASETS = SUITES / "sources" / "converted.yaml"
 """Datasets that the Hub serves by script: converter, commit, addresses and hashes of each."""
-_LONGEST = 120  # of a benchmark's name: it is part of file names, which may have 255 bytes
-_STRICT = ConfigDict(strict=True)
+_STRICT = ConfigDict(strict=True, extra="forbid")
+Name = Annotated[str, StringConstraints(min_length=1, max_length=120)]  # part of file names, which may have 255 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,43 +36,30 @@ class Part:
 class Benchmark:
     """One row of the report: one lm-eval task, or several read as one. Keys as in ``suites/paper.yaml``."""
 
-    name: str
-    shots: int
+    name: Name
+    shots: NonNegativeInt
     metric: str
-    task: str
+    task: Name
     dataset: str
     config: str
     eval_split: str
-    items: int
+    items: PositiveInt
     revision: str | None = None
     fewshot_split: str | None = None
     stock: str | None = None
     definition: str | None = None
     filter: str = "none"
     parts: list[str] = field(default_factory=list)
-    average: str = "items"
+    average: Literal["items", "parts"] = "items"
     published: dict[str, float] = field(default_factory=dict)
     note: str = ""
-    chance: float | str | None = None
+    chance: Annotated[float, Field(ge=0, lt=1)] | Literal["choices"] | None = None
 
     def __post_init__(self) -> None:
         if (self.stock is None) == (self.definition is None):
             raise UserError(f"benchmark {self.name}: give one of `stock` (a file of lm-eval) and `definition`")
-        if self.shots < 0 or self.items < 1:
-            raise UserError(f"benchmark {self.name}: shots={self.shots} and items={self.items} must not be negative")
         if (self.shots > 0) != (self.fewshot_split is not None):
             raise UserError(f"benchmark {self.name}: shots={self.shots} does not go with {self.fewshot_split=!s}")
-        if self.average not in ("items", "parts"):
-            raise UserError(f"benchmark {self.name}: average={self.average!r} must be 'items' or 'parts'")
-        is_share = not isinstance(self.chance, str | None) and 0 <= self.chance < 1
-        if self.chance not in (None, "choices") and not is_share:
-            raise UserError(
-                f"benchmark {self.name}: chance={self.chance!r} must be 'choices', or what guessing scores: a number "
-                "from 0 to below 1"
-            )
-        for key, text in (("name", self.name), ("task", self.task)):
-            if not 0 < len(text) <= _LONGEST or not text.isprintable():
-                raise UserError(f"benchmark {key}={text[:40]!r} must have 1 to {_LONGEST} printable characters")
         # These become paths of files, which `fetch` writes.
         for text in (self.dataset, self.config, *self.parts, *self.splits()):
             if text.startswith("/") or ".." in text.split("/"):
@@ -163,10 +150,8 @@ def _build(cls: Any, entry: Any, where: str) -> Any:
     """Make the dataclass ``cls`` from a YAML mapping; unknown or missing keys and wrong types raise UserError."""
     if not isinstance(entry, dict):
         raise UserError(f"{where}: expected keys and values, found {type(entry).__name__}")
-    if unknown := [key for key in entry if key not in cls.__dataclass_fields__]:
-        raise UserError(f"{where}: unknown key {unknown[0]!r}")
     try:
-        return cls(**entry)
+        return cls(**{str(key): value for key, value in entry.items()})
     except ValidationError as error:
         raise UserError(f"{where} {describe_fault(error)}") from error
 

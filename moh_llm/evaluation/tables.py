@@ -59,9 +59,7 @@ def score_note(record: EvaluationRecord) -> str:
             "Where all items have the same score, or the same difference, the standard error is 0, which does not mean "
             "certainty: the 95 % interval stands in brackets in its place, and the average's error may be too small. "
         )
-    stored = {label: about.stored_dtype for label, about in record.models.items() if about.stored_dtype != about.dtype}
-    named = ", ".join(f"{label} is stored in {dtype}" for label, dtype in stored.items() if dtype)
-    note += f"Every model was computed in {record.dtype}" + (f"; {named}." if named else ".")
+    note += f"Every model was computed in {record.dtype}."
     if any(about.compared for about in record.models.values()):
         note += (
             " The 95 % intervals of both shares are by Fieller's method, from the intervals of both averages and of "
@@ -94,7 +92,6 @@ def settings_table(record: EvaluationRecord) -> Table:
             ("data", record.data),
             ("compute dtype of every model", record.dtype),
             ("batch size", str(record.batch_size)),
-            ("prefixes shared", "yes" if record.share_prefixes else "no"),
             ("processes", str(record.processes)),
             ("seeds", ", ".join(f"{name} {seed}" for name, seed in record.seeds.items())),
             ("versions", ", ".join(f"{name} {version}" for name, version in record.versions.items())),
@@ -128,7 +125,7 @@ def _model_facts(about: ModelRecord) -> dict[str, str]:
         elif value is not None and not isinstance(value, dict):
             found[key] = str(value)
     found |= {"weights (SHA-256)": about.weights_sha256, "commit on the Hub": about.revision}
-    found |= {"computed in": about.dtype, "stored in": about.stored_dtype, "device": about.device}
+    found |= {"computed in": about.dtype, "device": about.device}
     found |= {"hardware": about.hardware, "context": f"{about.context:,} tokens"}
     found["scored"] = f"{about.items:,} items in {about.seconds:,.0f} s"
     found["records"] = ", ".join(about.records)

@@ -1,8 +1,8 @@
 """From a suite to lm-eval tasks whose data is read and checked.
 
 A task is a small YAML file that includes lm-eval's own and changes shots and data. lm-eval checks the first row only: a
-null in another one becomes the word "None" in a prompt, a label that names no choice counts as a wrong answer, and a
-missing choice stops a benchmark halfway. So every row that is scored is tried here, before a model is loaded.
+null in another one becomes the word "None" in a prompt, and a label that names no choice counts as a wrong answer. So
+every row that is scored is tried here, before a model is loaded.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.statistics import Strata, chance_scores, lacks_choices
 from moh_llm.evaluation.suite import SCRIPT_DATASETS, Benchmark, Suite, data_file, data_files
 from moh_llm.files import sha256
-from moh_llm.reading import parse_json, read_yaml
+from moh_llm.reading import parse_json, read_text, read_yaml
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -176,30 +176,20 @@ def read_splits(data_files: dict[str, str], **_: Any) -> "dict[str, Dataset]":
 
 
 def _read_lines(file: Path) -> "Dataset":
-    import pyarrow
     from datasets import Dataset
-    from datasets.table import InMemoryTable
 
     where = f"{file.parent.name}/{file.name}"
-    rows = []
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    rows.append(parse_json(line, f"{where}, line {number}"))
-                    if not isinstance(rows[-1], dict):
-                        raise UserError(f"{where}, line {number}: not an object with fields")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{where} cannot be read: {error}") from error
+    # Not `splitlines`, which also splits at characters that JSON leaves in its strings.
+    lines = enumerate(read_text(file).split("\n"), start=1)
+    rows = [parse_json(line, f"{where}, line {number}") for number, line in lines if line.strip()]
     if not rows:
         raise UserError(f"{where} holds no rows")
-    # A field that only some rows have is null elsewhere.
-    columns = {field: [row.get(field) for row in rows] for field in dict.fromkeys(key for row in rows for key in row)}
     try:
-        # The fingerprint of `datasets` takes longer than reading the file.
-        return Dataset(InMemoryTable.from_pydict(columns), fingerprint=sha256(file)[:16])
-    except (pyarrow.ArrowException, TypeError, ValueError) as error:
-        raise UserError(f"{where}: values of one field have different types: {one_line(error)}") from error
+        # A field that only some rows have is null elsewhere.
+        fields = dict.fromkeys(field for row in rows for field in row)
+        return Dataset.from_dict({field: [row.get(field) for row in rows] for field in fields})
+    except (AttributeError, TypeError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        raise UserError(f"{where} does not hold rows of the same fields: {one_line(error)}") from error
 
 
 def _hash_data(folder: Path | None, benchmark: Benchmark, tasks: "list[ConfigurableTask]") -> str:
@@ -213,17 +203,22 @@ def _hash_data(folder: Path | None, benchmark: Benchmark, tasks: "list[Configura
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 
+def hash_definition(suite: Suite, benchmark: Benchmark) -> str | None:
+    """SHA-256 of the files beside a task file of the suite; None for lm-eval's own, which go with its version."""
+    if benchmark.stock:
+        return None
+    folder = (suite.folder / benchmark.expand()[0].definition).parent
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".yaml", ".py"))
+    return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
+
+
 def _unknown_name(loaded: Loaded) -> str | None:
     """The first metric, filter or chance level that a benchmark asks for and one of its tasks does not give."""
     benchmark = loaded.benchmark
     for task in loaded.tasks:
-        # Metrics that are functions name their figures only when they are called.
-        called = any(
-            callable(metric["metric"]) or metric.get("hf_evaluate") for metric in task.config.metric_list or ()
-        )
         metrics, filters = list(task.aggregation()), [steps.name for steps in task._filters]
         for key, asked, known in (("metric", benchmark.metric, metrics), ("filter", benchmark.filter, filters)):
-            if asked not in known and not (called and key == "metric"):
+            if asked not in known:
                 return f"{key} {asked!r}: {task.config.task} has {', '.join(known)}"
         if lacks_choices(benchmark, task):
             return f"chance 'choices': {task.config.task} gives {benchmark.metric} without a choice"
@@ -232,18 +227,14 @@ def _unknown_name(loaded: Loaded) -> str | None:
 
 def _bad_data(loaded: Loaded, limit: int | None) -> str | None:
     """The fault of the first row or example that cannot be scored or shown, or None."""
-    from lm_eval.api.samplers import FirstNSampler
-
     benchmark, shots = loaded.benchmark, loaded.benchmark.shots
     for part, task in zip(benchmark.expand(), loaded.tasks, strict=True):
         if problem := _bad_row(task, task.task_docs[:limit], task.config):
             return f"{part.config}/{benchmark.eval_split}: {problem}"
-        if shots == 0:
-            continue
-        if len(examples := task.sampler.df) < shots:
+        examples = task.sampler.df if shots else []
+        if len(examples) < shots:
             return f"{task.config.task} has {len(examples)} examples in {benchmark.fewshot_split}, {shots} are shown"
-        shown = shots if isinstance(task.sampler, FirstNSampler) else None
-        if problem := _bad_row(task, examples[:shown], task.fewshot_cfg):
+        if problem := _bad_row(task, examples[:], task.fewshot_cfg):
             return f"{part.config}/{benchmark.fewshot_split}: {problem}"
     return None
 

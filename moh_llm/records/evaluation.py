@@ -47,12 +47,9 @@ class Figures(Value):
         delta: difference to the base on the same items.
         recovery, margin_kept: shares of the base's score and of its margin.
         at_chance: whether the base's margin may be 0; then there is no share of it.
-        samples: path of the log of all items, relative to the report's folder.
     """
 
     items: int
-    seconds: float
-    batch_size: int
     truncated: bool
     tasks: dict[str, dict[str, Any]]
     margin: Value | None = None
@@ -60,7 +57,6 @@ class Figures(Value):
     recovery: Share | None = None
     at_chance: bool | None = None
     margin_kept: Share | None = None
-    samples: str | None = None
 
 
 class Row(Record):
@@ -138,7 +134,7 @@ class ModelRecord(Record):
         plan_sha256: of the head plan of a folder (`moh_llm.records.identity.hash_plan`).
         changed: why the records in its folder are not of it, where they are not; nothing is then taken from them.
         compared: whether the base was scored on the same items.
-        dtype, stored_dtype: what it was computed in, and what its weights are stored in.
+        dtype: what it was computed in.
         attention_backend: which of `moh_llm.attention` its layers with heads off take; None: it has no such layers, or
             all results were kept from an earlier call.
         other_base: the base that its conversion names, where that is another one.
@@ -150,7 +146,6 @@ class ModelRecord(Record):
     plan_sha256: str | None = None
     changed: str | None = None
     dtype: str
-    stored_dtype: str
     device: str
     hardware: str
     context: int
@@ -201,7 +196,6 @@ class EvaluationRecord(Record):
     data: str
     dtype: str
     batch_size: int | str
-    share_prefixes: bool
     processes: int
     seeds: dict[str, Any]
     versions: dict[str, Any]

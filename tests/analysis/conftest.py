@@ -45,12 +45,11 @@ POSITIONS = [[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 1,
 class NaiveLayer:
     """One layer on all tokens N of some rows, in their order; heads in the model's order.
 
-    `gates` `[N, H]` and `scores` `[N, H]` (before selection; None: no such score), attention rows
-    `patterns`, per token `[H, keys of its row]`, and `heads` `[N, H, D]`, what is projected.
+    `gates` `[N, H]`, attention rows `patterns`, per token `[H, keys of its row]`, and `heads` `[N, H, D]`, what is
+    projected.
     """
 
     gates: np.ndarray
-    scores: list[list[float | None]]
     patterns: list[np.ndarray]
     heads: np.ndarray
 
@@ -155,7 +154,6 @@ def recompute() -> Callable[[MoHLlamaForCausalLM, list[Batch]], list[NaiveLayer]
             found.append(
                 NaiveLayer(
                     gates=np.concatenate([part.gates for part in parts]),
-                    scores=[scores for part in parts for scores in part.scores],
                     patterns=[pattern for part in parts for pattern in part.patterns],
                     heads=np.concatenate([part.outputs for part in parts]),
                 )

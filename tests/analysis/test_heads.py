@@ -1,15 +1,13 @@
-"""The watched pass, attention maps and heads of tokens against plain loops; tokens as strings."""
+"""The watched pass and attention maps against plain loops."""
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from moh_llm.analysis.heads import (
     attention_maps,
     attention_patterns,
     last_routed_layer,
-    token_strings,
     watch,
 )
 from moh_llm.errors import UserError
@@ -50,23 +48,6 @@ def test_the_last_layer_with_routed_heads(make_moh) -> None:
     assert last_routed_layer(make_moh(num_shared_heads=[1, 3], num_active_heads=[2, 3])) == 1
     with pytest.raises(UserError, match="no routed heads"):
         last_routed_layer(make_moh(num_shared_heads=4, num_active_heads=4))
-
-
-def test_parts_of_characters_go_by_their_names(tokenizer) -> None:
-    ids = tokenizer("a\u00e9b\u2028")["input_ids"]
-    strings = token_strings(tokenizer, ids)
-    assert strings[0] == "a" and strings[3] == "b"
-    assert strings[1:3] == tokenizer.convert_ids_to_tokens(ids[1:3])
-    assert all(string.isprintable() and string for string in strings)
-
-
-def test_spaces_of_a_tokenizer_that_drops_the_first_one(shared) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "checkpoints" / "stories260K-hf")
-    text = "Once upon a time, there was a cat.\nThe end"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    strings = token_strings(tokenizer, ids)
-    assert len(strings) == len(ids) < len(text)
-    assert "".join(strings).removeprefix(" ") == text.replace("\n", "\\n")
 
 
 @pytest.mark.parametrize("layer", [0, 1])

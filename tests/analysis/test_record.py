@@ -8,7 +8,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_llm.analysis import record as module
-from moh_llm.analysis.heads import heads_on, last_routed_layer
 from moh_llm.analysis.measures import measure_heads, similarity_table
 from moh_llm.analysis.record import analyse, dense_attention, seconds_by_length
 from moh_llm.errors import UserError
@@ -47,16 +46,13 @@ def by_hand(tokenizer) -> Callable[[Sequence[str], int], list[Batch]]:
 def test_parts_are_those_of_direct_calls(make_moh, unlike_plan, tokenizer, by_hand, monkeypatch) -> None:
     monkeypatch.setattr(module, "_COSTLY_TOKENS", 80)
     model = make_moh(vocab_size=257, **unlike_plan)
-    found = analyse(model, tokenizer, TEXTS, "two boats", tokens_per_text=150, lengths=[3, 64, 65])
+    found = analyse(model, tokenizer, TEXTS, tokens_per_text=150, lengths=[3, 64, 65])
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
     batches = {name: by_hand(documents, 150) for name, documents in TEXTS.items()}
     assert {name: sum(part["input_ids"].numel() for part in text) for name, text in batches.items()} == TOKENS
     measures = measure_heads(model, batches)
     assert {name: found[name] for name in measures} == measures
-    ids, last = tokenizer("two boats")["input_ids"], last_routed_layer(model)
-    on = heads_on(model, torch.tensor([ids]))[0, last]
-    assert found["token_heads"] == {"tokens": [*"two boats"], "layers": [last], "on": [on.tolist()]}
     few = [batch for documents in TEXTS.values() for batch in by_hand(documents, 40)]
     assert found["similarity"] == similarity_table(model, few)
 

@@ -134,4 +134,4 @@ def analysis(make_model: Callable[..., Path]) -> Line:
     heads = {"num_shared_heads": 1, "num_active_heads": 3, "router_type": "linear", "num_hidden_layers": 3}
     folder = make_model(MoHLlamaConfig, max_position_embeddings=256, **heads)
     model, texts = MoHLlamaForCausalLM.from_pretrained(folder).eval(), {"A": ["Why <b>?"] * 9, "B": ["0 1 2 3"] * 9}
-    return analyse(model, AutoTokenizer.from_pretrained(folder), texts, sentence="Tea & <milk>", tokens_per_text=64)
+    return analyse(model, AutoTokenizer.from_pretrained(folder), texts, tokens_per_text=64)

@@ -122,7 +122,7 @@ def test_figures_are_those_of_plain_loops_and_it_goes_on(command, tiny_llama, ti
     assert chance["LAMBADA"] == 0 and chance["PIQA"] == pytest.approx(50) and chance["SciQ"] == pytest.approx(25)
     # Again: nothing is scored anew.
     status, printed, again = command("--models", f"moh={tiny_moh}", f"same={tiny_llama}")
-    assert status == 0 and again["rows"] == record["rows"] and "answers are kept" in printed.err
+    assert status == 0 and again["rows"] == record["rows"] and "is kept from an earlier run" in printed.err
 
 
 def test_the_better_form_is_the_bases_and_a_base_at_chance_has_no_share():

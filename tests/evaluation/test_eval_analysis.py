@@ -134,6 +134,6 @@ def test_a_failed_analysis_is_named_and_repeated(
     assert "the same command with --overwrite repeats the analysis only" in said.out
 
     assert run_evaluate(*words, "--overwrite") == 0
-    assert "7 answers are kept from an earlier run" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("is kept from an earlier run") == 3
     assert list(read(output)["analysis"]["model"]["head_load_by_text"]["load"]) == NAMES and calls == [NAMES] * 2
     assert not (tmp_path / "report.partial").exists()

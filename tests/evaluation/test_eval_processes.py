@@ -1,4 +1,4 @@
-"""Two processes on the CPU give what one gives, and agree on what went wrong; a killed run goes on from its answers."""
+"""Two processes on the CPU give what one gives, and agree on what went wrong; a killed run goes on where it was."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ import forks
 import pytest
 from records import read
 
-from moh_llm.evaluation.processes import AnswerCache, Answers, Team, file_name
+from moh_llm.evaluation.processes import Finished, file_name
 from moh_llm.evaluation.suite import SUITES, load_suite
 
 pytest.importorskip("lm_eval")
@@ -138,22 +138,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The contexts that models get from here on."""
-    from lm_eval.models.huggingface import HFLM
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The benchmarks that are run from here on."""
+    from moh_llm.evaluation import runner
 
-    seen: list[str] = []
+    names, whole = [], runner.run_benchmark
 
-    def watched(whole: Any) -> Any:
-        def ask(lm: Any, requests: Any, **options: Any) -> Any:
-            seen.extend(request.args[0] for request in requests)
-            return whole(lm, requests, **options)
+    def run(lm: Any, loaded: Any, limit: Any) -> Any:
+        names.append(loaded.benchmark.name)
+        return whole(lm, loaded, limit)
 
-        return ask
-
-    for kind in ("loglikelihood", "generate_until"):
-        monkeypatch.setattr(HFLM, kind, watched(getattr(HFLM, kind)))
-    return seen
+    monkeypatch.setattr(runner, "run_benchmark", run)
+    return names
 
 
 @pytest.mark.slow
@@ -161,10 +157,10 @@ def test_a_killed_run_goes_on(
     tiny_llama: Path,
     tiny_moh: Path,
     smoke_report: Path,
+    ran: list[str],
     tmp_path: Path,
     run_evaluate: Callable[..., int],
     without_times: Callable[[Any], Any],
-    asked: list[str],
 ) -> None:
     words = [tiny_moh, "--base", tiny_llama, "--suite", "smoke", "--batch-size", "3", "--device", "cpu"]
     words += ["--log-samples", "--output"]
@@ -172,10 +168,10 @@ def test_a_killed_run_goes_on(
     died = forks.run(*command, folder=tmp_path, environment={"PYTHONPATH": str(ROOT)})
     assert died.returncode == -signal.SIGKILL
     assert not (tmp_path / "killed").exists()
-    assert len(list(tmp_path.glob("killed.partial/answers-*/0.jsonl"))) == 2
+    assert len(list(tmp_path.glob("killed.partial/*/*.jsonl"))) == 4
 
     assert run_evaluate(*words, tmp_path / "killed") == 0
-    assert len(asked) == 2 * 10 + 6  # stories and answers of the model
+    assert ran == ["Stories", "Answers"]
     assert not (tmp_path / "killed.partial").exists()
     whole = smoke_report / "report"
     assert without_times(read(tmp_path / "killed")) == without_times(read(whole))
@@ -186,71 +182,52 @@ def test_a_killed_run_goes_on(
     assert logs[0] == logs[1] and len(logs[0]) == 6
 
 
-def test_answers_are_found_where_nothing_that_they_depend_on_differs(
-    tiny_llama: Path, tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+def test_scores_are_taken_over_where_nothing_that_they_depend_on_differs(
+    tiny_llama: Path, tmp_path: Path, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from moh_llm.evaluation import runner
 
     model = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
     shutil.copytree(SUITES / "smoke", tmp_path / "smoke")
     shutil.copy(SUITES / "smoke.yaml", tmp_path / "own.yaml")
-    cache = AnswerCache(tmp_path / "kept")
+    finished = Finished(tmp_path / "kept")
 
-    def ask(**options: Any) -> int:
-        """How many requests are answered anew."""
-        asked.clear()
+    def run(**options: Any) -> list[str]:
+        """The benchmarks that are run anew."""
+        ran.clear()
         suite = load_suite(str(tmp_path / "own.yaml"))
-        settings = {"limit": 1, "device": "cpu", "cache": cache} | options
-        assert not runner.score({"model": str(model)}, suite, **settings)["model"].errors
-        return len(asked)
+        settings = {"limit": 1, "device": "cpu", "finished": finished} | options
+        scores = runner.score({"model": str(model)}, suite, **settings)["model"].scores
+        assert {name: found.items for name, found in scores.items()} == dict.fromkeys(all_of_them, settings["limit"])
+        return list(ran)
 
-    everything = 4 + 2 + 1  # choices of a fact, of a story, and an answer
-    assert ask() == everything and ask(batch_size=3, log_samples=True) == 0
-    assert ask(limit=2) == everything and ask(limit=2) == 0  # the second items
-    assert ask(compute_dtype="bfloat16") == everything and ask(share_prefixes=True) == everything
+    all_of_them = ["Facts", "Stories", "Answers"]
+    assert run() == all_of_them and run(batch_size=3) == []
+    assert run(limit=2) == all_of_them and run(log_samples=True) == all_of_them
+    assert run(compute_dtype="bfloat16") == all_of_them and run() == all_of_them
     with monkeypatch.context() as patch:
         patch.setattr(runner, "__version__", "9")
-        assert ask() == everything
+        assert run() == all_of_them
+    assert run() == all_of_them
     file = tmp_path / "smoke" / "moh-llm__smoke" / "stories" / "train.jsonl"
     file.write_text("".join(reversed(file.read_text(encoding="utf-8").splitlines(keepends=True))))
-    assert ask() == 2
+    assert run() == ["Stories"]
+    facts = tmp_path / "smoke" / "facts.yaml"
+    facts.write_text(facts.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
+    assert run() == all_of_them
     tokenizer = model / "tokenizer_config.json"  # the same weights, but another tokenizer
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"note": "changed"}))
-    assert ask() == everything
-
-
-def test_answers_that_are_found_are_those_that_were_kept(tmp_path: Path) -> None:
-    """With their time and cut prompts; a line that a kill cut short is left out, and the next one is whole."""
-    cache, team = AnswerCache(tmp_path / "kept"), Team()
-    answers = cache.open({"model": "x"}, team)
-    kept = {("a", "b"): (-1.2345678901234567, True), ("a", "c"): (float("-inf"), False)}
-    for request, answer in kept.items():
-        answers.add_partial("loglikelihood", request, answer)
-        answers.cut = True
-    (file,) = tmp_path.glob("kept/*/0.jsonl")
-    with file.open("a") as lines:
-        lines.write('["123", [-1.0')
-    cache.open({"model": "x"}, team).add_partial("generate_until", ("a", {"until": ["\n"]}), "caf\u00e9\u2028")
-
-    found = cache.open({"model": "x"}, team)
-    assert {request: found.find("loglikelihood", request) for request in kept} == kept
-    assert found.cut and found.seconds > 0 and len(found.known) == 3
-    assert found.find("generate_until", ("a", {"until": ["\n"]})) == "caf\u00e9\u2028"
-    assert found.find("generate_until", ("a", "b")) is None
-    found.start()
-    assert found.find("loglikelihood", ("a", "b")) and not found.cut
-    assert cache.open({"model": "y"}, team).known == {} == Answers().known
+    assert run() == all_of_them
 
 
 def test_only_what_was_kept_is_removed(tmp_path: Path) -> None:
-    cache = AnswerCache(tmp_path / "report.partial")
-    cache.open({}, Team())
-    (mine := cache.folder / "notes.txt").write_text("mine")
-    cache.remove()
-    assert list(cache.folder.iterdir()) == [mine]
-    shutil.rmtree(cache.folder)
-    cache.open({}, Team())
-    cache.remove()
+    finished = Finished(tmp_path / "report.partial")
+    finished.write("model", "A", {}, {}, [])
+    (mine := finished.folder / "notes.txt").write_text("mine")
+    finished.remove()
+    assert list(finished.folder.iterdir()) == [mine]
+    mine.unlink()
+    finished.remove()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -82,13 +82,13 @@ def naive_smoke(folder: Path, limit: int) -> dict[str, list[float]]:
 
 
 def test_scores_equal_a_naive_loop(tiny_llama: Path, tiny_moh: Path, paper_moh: Path, tmp_path: Path) -> None:
-    from moh_llm.evaluation.processes import AnswerCache
+    from moh_llm.evaluation.processes import Finished
     from moh_llm.evaluation.runner import score
 
-    cache = AnswerCache(tmp_path / "kept")
+    finished = Finished(tmp_path / "kept")
     folders = {"base": tiny_llama, "model": tiny_moh, "paper": paper_moh}
     models = {label: str(folder) for label, folder in folders.items()}
-    found = score(models, load_suite("smoke"), limit=5, batch_size=3, device="cpu", cache=cache, log_samples=True)
+    found = score(models, load_suite("smoke"), limit=5, batch_size=3, device="cpu", finished=finished, log_samples=True)
     row, likelihoods = rows("facts/test.jsonl")[0], []
     for label, folder in folders.items():
         expected = naive_smoke(folder, 5)
@@ -97,8 +97,8 @@ def test_scores_equal_a_naive_loop(tiny_llama: Path, tiny_moh: Path, paper_moh: 
         }
         assert 0 < sum(expected["Facts"]) < len(expected["Facts"])
         # Choices may fall alike; likelihoods do not.
-        item = json.loads(cache.samples_file(label, "Facts").read_text(encoding="utf-8").splitlines()[0])
-        likelihoods.append([response["log_likelihood"] for response in item["responses"]])
+        item = json.loads(finished.file(label, "Facts").read_text(encoding="utf-8").splitlines()[1])
+        likelihoods.append([response[0][0] for response in item["resps"]])
         scorer = NaiveScorer(folder)
         by_hand = [scorer.log_likelihood(row["sentence"], " " + choice) for choice in row["choices"]]
         assert likelihoods[-1] == pytest.approx(by_hand, abs=1e-3)
@@ -137,7 +137,7 @@ def test_a_failed_benchmark_does_not_lose_the_others(
     monkeypatch.undo()
     assert run_evaluate(*words, "--overwrite") == 0
     said = capsys.readouterr()
-    assert "answers are kept from an earlier run" in said.err and "FAILED" not in said.out
+    assert said.err.count("is kept from an earlier run") == 2 and "FAILED" not in said.out
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
@@ -188,14 +188,15 @@ def test_several_models_and_the_log_of_items(
         assert one == two  # the same files
         assert scores["two-model"]["delta"]["value"] == pytest.approx(two - base)
         for label in report["models"]:
-            log = [json.loads(line) for line in (output / scores[label]["samples"]).read_text().splitlines()]
+            file = output / "samples" / label / f"{row['name']}.jsonl"
+            log = [json.loads(line) for line in file.read_text().splitlines()]
             assert [item["doc_id"] for item in log] == [0, 1, 2]
             assert sum(item["score"] for item in log) / 3 * 100 == pytest.approx(scores[label]["value"])
-            assert all(item["prompt"] and len(item["prompt_hash"]) == 64 for item in log)
+            assert all(item["arguments"][0][0] and len(item["prompt_hash"]) == 64 for item in log)
     facts = json.loads((output / "samples" / "base" / "Facts.jsonl").read_text().splitlines()[0])
-    first, said = rows("facts/test.jsonl")[0], facts["responses"]
-    assert facts["prompt"] == first["sentence"] and facts["target"] == first["answer"]
-    assert [response["continuation"].strip() for response in said] == first["choices"]
+    first = rows("facts/test.jsonl")[0]
+    assert facts["target"] == first["answer"] and facts["doc"]["sentence"] == first["sentence"]
+    assert facts["arguments"] == [[first["sentence"], f" {choice}"] for choice in first["choices"]]
 
 
 def test_scores_that_are_no_numbers_fail(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,3 +207,26 @@ def test_scores_that_are_no_numbers_fail(tiny_llama: Path, monkeypatch: pytest.M
     monkeypatch.setattr(ConfigurableTask, "process_results", lambda *_: {"acc": float("nan")})
     found = score({"model": str(tiny_llama)}, load_suite("smoke"), limit=2, device="cpu")["model"]
     assert "item 0 first" in found.errors["Facts"]
+
+
+@pytest.mark.slow
+def test_models_are_computed_in_one_dtype(
+    tiny_llama: Path, tmp_path: Path, run_evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device's, whatever they are stored in."""
+    from transformers import AutoModelForCausalLM
+
+    from moh_llm.evaluation import runner
+
+    loaded, whole = [], runner.run_benchmark
+    monkeypatch.setattr(
+        runner, "run_benchmark", lambda lm, *rest: (loaded.append(str(lm.model.dtype)), whole(lm, *rest))[1]
+    )
+    half = shutil.copytree(tiny_llama, tmp_path / "half")
+    AutoModelForCausalLM.from_pretrained(half).half().save_pretrained(half)
+    words = [half, "--base", tiny_llama, "--suite", "smoke", "--limit", "1", "--device", "cpu"]
+    monkeypatch.setenv("MOH_LLM_COMPUTE_DTYPE", "bfloat16")
+    assert run_evaluate(*words, "--output", tmp_path / "report") == 0
+    assert loaded == ["torch.bfloat16"] * 6
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert [report["dtype"], *(about["dtype"] for about in report["models"].values())] == ["bfloat16"] * 3

@@ -325,7 +325,6 @@ def evaluate(folder: Path) -> dict[str, Any]:
             batch_size=4,
             compute_dtype="float32",
             device="cpu",
-            share_prefixes=False,
             log_samples=False,
             analysis=True,
             overwrite=False,

@@ -89,12 +89,9 @@ def _figures(name: str, scores: dict[str, np.ndarray]) -> dict[str, Any]:
     for label, own in scores.items():
         figures = value(own, 0, 1) | {
             "items": len(own),
-            "seconds": TIME,
-            "batch_size": 8,
             "truncated": False,
             "tasks": {task: {"value": 100 * float(own.mean()), "items": len(own)}},
             "margin": value(own - chance, -chance, 1 - chance),
-            "samples": f"samples/{label}/{name}.jsonl",
         }
         if label != "base":
             delta, margin = value(own - scores["base"], -1, 1), value(scores["base"] - chance, -chance, 1 - chance)
@@ -120,7 +117,6 @@ def expected_report(evaluation: Evaluation) -> dict[str, Any]:
         "data": "the suite's own",
         "dtype": "float32",
         "batch_size": 8,
-        "share_prefixes": False,
         "processes": 1,
         "seeds": Exempt("settings"),
         "versions": PLACE,
@@ -166,7 +162,6 @@ def _how_it_ran(evaluation: Evaluation) -> dict[str, Any]:
     return {
         "revision": None,
         "dtype": "float32",
-        "stored_dtype": "float32",
         "device": "cpu",
         "hardware": PLACE,
         "context": 1024,
