@@ -42,7 +42,6 @@ def watch(
     model: MoHLlamaPreTrainedModel,
     batches: Iterable[Batch],
     take: Callable[[LayerPass], None],
-    advance: Callable[[int], object] = lambda tokens: None,
 ) -> int:
     """Run the decoder over batches and pass each layer's states to ``take``; returns the number of tokens.
 
@@ -50,7 +49,6 @@ def watch(
         model: a MoH model in evaluation mode.
         batches: `input_ids` and `position_ids` `[B, T]`; documents are isolated where positions restart.
         take: called once per batch and layer, first layer first.
-        advance: receives the number of tokens after each batch.
 
     Raises:
         UserError: there are no tokens.
@@ -60,11 +58,10 @@ def watch(
     tokens = 0
     with _hooks(decoder, take):
         for batch in batches:
-            if count := batch["input_ids"].numel():
+            if batch["input_ids"].numel():
                 ids, positions = batch["input_ids"].to(device), batch["position_ids"].to(device)
                 decoder(input_ids=ids, position_ids=positions, use_cache=False)
-            tokens += count
-            advance(count)
+            tokens += batch["input_ids"].numel()
     if not tokens:
         raise UserError("the text to analyse has no tokens; give more text")
     return tokens
@@ -145,11 +142,6 @@ def _weights(query: torch.Tensor, key: torch.Tensor, seen: Seen, scaling: float)
     scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3) * scaling
     scores = scores.masked_fill(~shows, -torch.inf)
     return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
-
-
-def shared_heads(router: MoHRouter) -> list[int]:
-    """Sorted ids of a layer's shared heads."""
-    return list(router.kinds()[0])
 
 
 def last_routed_layer(model: MoHLlamaPreTrainedModel) -> int:

@@ -1,27 +1,29 @@
-"""All analyses of one model on named texts, such as benchmarks, as one record ready for JSON.
+"""What the heads of one model do on named texts, such as benchmarks, and its cost, as one record ready for JSON.
 
 record = analyse(model, tokenizer, {"SciQ": ["Who wrote ...", ...], "PIQA": [...]})
+
+Models are measured as they are set: within `model.all_heads_active()` every head is on. Shapes: B batch, T tokens,
+H query heads, D head size.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
+from torch.nn.functional import normalize
 from transformers import PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from moh_llm.analysis.heads import last_routed_layer
-from moh_llm.analysis.measures import measure_heads, similarity_table
+from moh_llm.analysis.heads import LayerPass, attention_patterns, last_routed_layer, watch
 from moh_llm.data.shards import TokenStream
 from moh_llm.data.windows import fixed_batches, stack, window
-from moh_llm.devices import synchronize
+from moh_llm.devices import synchronize, wide
 from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
 from moh_llm.metrics import Batch
@@ -34,7 +36,6 @@ _COSTLY_TOKENS = 2048  # of all texts together, where attention weights are comp
 _LONGEST_TIMED = 8192  # tokens
 _SLOW = 5.0  # seconds of all forward passes of a length, after which no longer one is timed
 _REPEATS = 3
-Cost = dict[str, float]
 
 
 def analyse(
@@ -48,7 +49,7 @@ def analyse(
 
     The first `tokens_per_text` tokens of each text are read, in rows of 512 tokens or of the model's context, with each
     document isolated; a document that is longer than a row loses its beginning. Similarity, which is costly, reads
-    equal parts of the texts, about 2,048 tokens in all. A bar shows the tokens of all passes.
+    equal parts of the texts, about 2,048 tokens in all.
 
     Args:
         model: a MoH model in evaluation mode, where it lies, as it is set.
@@ -74,32 +75,25 @@ def analyse(
     share = max(1, _COSTLY_TOKENS // len(streams))
     few = [batch for stream in streams.values() for batch in _batches(_first(stream, share), row)]
     lengths = [length for length in lengths if length <= context]
-    timed = [length for length in lengths if length <= _LONGEST_TIMED]
-
-    tokens = sum(map(len, streams.values())) + 2 * sum(batch["input_ids"].numel() for batch in few)
-    tokens += 2 * (1 + _REPEATS) * sum(timed)
-    # `moh_llm.evaluate` disables the bars of lm-eval by an environment variable, but not this one.
-    with tqdm(desc="analysis", total=tokens, unit="token", unit_scale=True, disable=False) as bar:
-        measures = measure_heads(model, {name: _batches(stream, row) for name, stream in streams.items()}, bar.update)
-        return {
-            "heads": model.config.num_attention_heads,
-            "num_active": [router.num_active for router in model.routers],
-            # The tokens of a document that have all heads on count in the loads below.
-            "all_heads_until": model.config.all_heads_until if model.config.head_fallback == "local" else 0,
-            "device": str(model.device),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            **measures,
-            "similarity": similarity_table(model, few, bar.update),
-            "flops": [
-                {
-                    "length": length,
-                    "moh": forward_flops(model.config, length),
-                    "dense": forward_flops(model.config, length, dense=True),
-                }
-                for length in lengths
-            ],
-            "seconds": seconds_by_length(model, timed, _REPEATS, _SLOW, bar.update),
-        }
+    return {
+        "heads": model.config.num_attention_heads,
+        "num_active": [router.num_active for router in model.routers],
+        # The tokens of a document that have all heads on count in the loads below.
+        "all_heads_until": model.config.all_heads_until if model.config.head_fallback == "local" else 0,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **measure_load(model, {name: _batches(stream, row) for name, stream in streams.items()}),
+        "similarity": similarity_table(model, few),
+        "flops": [
+            {
+                "length": length,
+                "moh": forward_flops(model.config, length),
+                "dense": forward_flops(model.config, length, dense=True),
+            }
+            for length in lengths
+        ],
+        "seconds": seconds_by_length(model, [length for length in lengths if length <= _LONGEST_TIMED]),
+    }
 
 
 def _read(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], row: int, tokens: int) -> TokenStream:
@@ -125,38 +119,121 @@ def _batches(stream: TokenStream, row: int) -> list[Batch]:
     return [*batches, stack([window(stream, len(stream) - rest, rest)], rest)] if rest else batches
 
 
+def measure_load(model: MoHLlamaPreTrainedModel, texts: Mapping[str, Iterable[Batch]]) -> dict[str, Any]:
+    """Head load on some texts, in one pass over each.
+
+    Returns:
+        - `head_load` (Fig. 3): per layer the share of tokens that have each head on, and the shared heads.
+        - `head_load_by_text` (Fig. B): the same of the last layer with routed heads, by text.
+
+    Raises:
+        UserError: no layer has routed heads, a text has no tokens, or the heads do not give finite numbers.
+    """
+    last, routers = last_routed_layer(model), model.routers
+    tokens: dict[str, int] = {}
+    counts = {name: torch.zeros(len(routers), routers[0].num_heads, dtype=torch.int64) for name in texts}
+    for name, batches in texts.items():
+
+        def take(seen: LayerPass, count: torch.Tensor = counts[name]) -> None:
+            if not seen.heads.isfinite().all():
+                raise UserError("the model's heads do not give finite numbers; dtype float32 may help")
+            count[seen.layer] += seen.on.sum((0, 1)).cpu()
+
+        tokens[name] = watch(model, batches, take)
+    shared = [list(router.kinds()[0]) for router in routers]
+    total = sum(tokens.values())
+    return {
+        "head_load": {"tokens": total, "load": _shares(sum(counts.values()), total), "shared_heads": shared},
+        "head_load_by_text": {
+            "layer": last,
+            "shared_heads": shared[last],
+            "tokens": tokens,
+            "load": {name: _shares(count[last], tokens[name]) for name, count in counts.items()},
+        },
+    }
+
+
+def _shares(counts: torch.Tensor, tokens: int) -> Any:
+    return (counts.double() / tokens).tolist()
+
+
+def similarity_table(model: MoHLlamaPreTrainedModel, batches: Sequence[Batch]) -> dict[str, Any]:
+    """Tab. B: `head_similarity` of the model as it is set, "moh", and with all heads on, "all_heads".
+
+    With weighted scores heads keep their factor when all are on, so that later layers do not see quite what a dense
+    model's do.
+    """
+    moh = head_similarity(model, batches)
+    with model.all_heads_active():
+        return {"moh": moh, "all_heads": head_similarity(model, batches)}
+
+
+def head_similarity(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> dict[str, Any]:
+    """How alike the heads of a layer are: per layer and as means over the layers, None where there are no two heads.
+
+    Patterns: 1 - 0.5 * E|A - A'|_1, the mean over pairs of heads and over query positions of all texts; heads that are
+    off have a pattern, too. Outputs: the mean cosine between what two heads give to the output projection, over tokens
+    and pairs of heads that are both on, so that fallbacks do not count.
+
+    Raises:
+        UserError: there are no tokens.
+    """
+    # Per layer: summed similarity and number of pairs, of patterns and of outputs.
+    sums = torch.zeros(len(model.routers), 4, dtype=torch.float64)
+
+    def take(seen: LayerPass) -> None:
+        found = [*_compare_patterns(seen.patterns), *_compare_outputs(seen.heads, seen.on)]
+        sums[seen.layer] += torch.tensor(found, dtype=torch.float64)
+
+    with attention_patterns(model):
+        watch(model, batches, take)
+    found: dict[str, Any] = {}
+    for kind, pairs in (("patterns", sums[:, :2]), ("outputs", sums[:, 2:])):
+        layers = found[kind] = [total / count if count else None for total, count in pairs.tolist()]
+        known = [value for value in layers if value is not None]
+        found[f"mean_{kind}"] = sum(known) / len(known) if known else None
+    return found
+
+
+def _compare_patterns(patterns: torch.Tensor) -> tuple[float, float]:
+    """Summed similarity of all pairs of rows of attention weights `[B, H, T, T]`, and the number of pairs."""
+    texts, heads, length, _ = patterns.shape
+    pairs = texts * length * heads * (heads - 1) / 2
+    distance = 0.0
+    for text in patterns:  # one at a time: their distances need the most memory of all
+        rows = text.transpose(0, 1).to(torch.promote_types(text.dtype, torch.float32))  # [T, H, T]
+        # Every pair stands in the matrix [H, H] of distances twice.
+        distance += float(wide(torch.cdist(rows, rows, p=1)).sum()) / 2
+    return pairs - 0.5 * distance, pairs
+
+
+def _compare_outputs(heads: torch.Tensor, on: torch.Tensor) -> tuple[float, float]:
+    """Summed cosine of all pairs of heads `[B, T, H, D]` that are both on `[B, T, H]`, and the number of pairs."""
+    units = normalize(heads.to(torch.promote_types(heads.dtype, torch.float32)), dim=-1) * on.unsqueeze(-1)
+    # |sum u_i|^2 = sum |u_i|^2 + 2 * the sum over pairs, so pairs need not be formed.
+    cosines = wide(units.sum(-2).square()).sum() - wide(units.square().sum(-1)).sum()
+    count = wide(on.sum(-1))
+    return float(cosines) / 2, float((count * (count - 1)).sum()) / 2
+
+
 @torch.no_grad()
-def seconds_by_length(
-    model: MoHLlamaForCausalLM,
-    lengths: Sequence[int],
-    repeats: int = 5,
-    most: float = float("inf"),
-    advance: Callable[[int], object] = lambda tokens: None,
-) -> list[Cost]:
+def seconds_by_length(model: MoHLlamaForCausalLM, lengths: Sequence[int]) -> list[dict[str, float]]:
     """Seconds of a forward pass over random tokens of each length, without a cache, as MoH and as the dense base.
 
     The dense base is the same model within `dense_attention`. Model and base take turns, so that a machine that slows
     down slows both; figures are medians, without the first turn.
-
-    Args:
-        model: as it is set, in evaluation mode, where it lies.
-        lengths: in tokens.
-        repeats: turns that count.
-        most: seconds of all passes of a length; longer texts than the first that takes as many are left out.
-        advance: receives the tokens of each turn's two passes.
     """
     draw = torch.Generator().manual_seed(0)
     costs = []
     for length in lengths:
         ids = torch.randint(model.config.vocab_size, (1, length), generator=draw).to(model.device)
         moh, dense = [], []
-        for _ in range(1 + repeats):
+        for _ in range(1 + _REPEATS):
             moh.append(_time_pass(model, ids))
             with dense_attention(model):
                 dense.append(_time_pass(model, ids))
-            advance(2 * length)
         costs.append({"length": length, "moh": median(moh[1:]), "dense": median(dense[1:])})
-        if sum(moh + dense) > most:
+        if sum(moh + dense) > _SLOW:
             break
     return costs
 

@@ -25,7 +25,7 @@ from moh_llm.evaluation.report import write_report
 from moh_llm.evaluation.runner import score
 from moh_llm.evaluation.runs import read_runs_behind
 from moh_llm.evaluation.suite import Suite, load_suite
-from moh_llm.evaluation.tasks import SEEDS, Loaded, check_data, load_tasks, one_line, require_lm_eval
+from moh_llm.evaluation.tasks import SEEDS, Loaded, load_tasks, one_line, require_lm_eval
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
 from moh_llm.records.evaluation import EvaluationRecord
@@ -86,7 +86,7 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
         team.broadcast(lambda: held.enter_context(lock_folder(options.output)))
         # Whoever held the lock until now may have made the folder.
         team.broadcast(lambda: check_output_folder(options.output, options.overwrite))
-        finished = Finished.beside(options.output)
+        finished = Finished(options.output.with_name(f"{options.output.name}.partial"))
         # 2. lm-eval on each model.
         scores = score(
             models,
@@ -129,7 +129,6 @@ def _check(options: EvaluationConfig) -> tuple[Suite, dict[str, str]]:
     models = label_models(options.models, options.base)
     reads = [path for path in (*models.values(), options.data_dir) if path]
     check_output_folder(options.output, options.overwrite, reads)
-    check_data(suite, options.data_dir)
     require_lm_eval()
     for model in models.values():
         check_model(model)

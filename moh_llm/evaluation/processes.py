@@ -94,11 +94,6 @@ class Finished:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    @classmethod
-    def beside(cls, output: Path) -> "Finished":
-        """Those that belong to a report's folder."""
-        return cls(output.with_name(f"{output.name}.partial"))
-
     def read(self, model: str, benchmark: str, key: dict[str, Any]) -> dict[str, Any] | None:
         """The scores, or None if there are none or ``key``, on which they depend, was another."""
         file = self.file(model, benchmark)

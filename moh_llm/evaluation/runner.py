@@ -29,7 +29,7 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation import statistics
 from moh_llm.evaluation.processes import BenchmarkError, Finished, Team, connect
 from moh_llm.evaluation.suite import Suite
-from moh_llm.evaluation.tasks import SEEDS, Loaded, hash_definition, items_of, load_tasks, quiet, require_lm_eval
+from moh_llm.evaluation.tasks import SEEDS, Loaded, hash_definition, load_tasks, quiet, require_lm_eval
 from moh_llm.records.identity import FolderRecords, Identity, identify, read_records
 from moh_llm.terminal import say_aside
 
@@ -229,7 +229,8 @@ def _collect(
     strata, figures, samples = [], {}, []
     benchmark = loaded.benchmark
     for task in loaded.tasks:
-        name, items = task.config.task, items_of(task, limit)
+        name = task.config.task
+        items = min(limit or len(task.task_docs), len(task.task_docs))
         found = [sample for sample in logged[name] if sample["filter"] == benchmark.filter]
         found.sort(key=lambda sample: sample["doc_id"])
         if [sample["doc_id"] for sample in found] != list(range(items)):

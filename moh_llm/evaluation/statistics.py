@@ -151,11 +151,13 @@ def chance_scores(benchmark: Benchmark, tasks: "list[ConfigurableTask]", limit: 
     """
     if benchmark.chance is None:
         return None
+    if wrong := [task.config.task for task in tasks if _lacks_choices(benchmark, task)]:
+        raise UserError(f"chance: choices does not go with {benchmark.metric} of {wrong[0]}, which picks no choice")
     strata = [[_guess(benchmark, task, row) for row in _rows(task, limit)] for task in tasks]
     return average_readings(strata) if benchmark.average == "parts" else strata
 
 
-def lacks_choices(benchmark: Benchmark, task: "ConfigurableTask") -> bool:
+def _lacks_choices(benchmark: Benchmark, task: "ConfigurableTask") -> bool:
     """Whether the chance rule is "choices" although the metric is not the score of a choice."""
     known = callable(task.config.process_results) or benchmark.metric in _PICKS
     return benchmark.chance == "choices" and not (task.OUTPUT_TYPE == "multiple_choice" and known)

@@ -159,8 +159,3 @@ def _build(cls: Any, entry: Any, where: str) -> Any:
 def data_file(data_dir: Path, benchmark: Benchmark, part: Part, split: str) -> Path:
     """Where a local data folder holds one split: ``<dataset, / as __>/<config>/<split>.jsonl``."""
     return data_dir / benchmark.dataset.replace("/", "__") / part.config / f"{split}.jsonl"
-
-
-def data_files(data_dir: Path, benchmark: Benchmark) -> list[Path]:
-    """The files of a local data folder that scoring a benchmark reads."""
-    return [data_file(data_dir, benchmark, part, split) for part in benchmark.expand() for split in benchmark.splits()]

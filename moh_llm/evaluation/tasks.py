@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.statistics import Strata, chance_scores, lacks_choices
-from moh_llm.evaluation.suite import SCRIPT_DATASETS, Benchmark, Suite, data_file, data_files
+from moh_llm.evaluation.statistics import Strata, chance_scores
+from moh_llm.evaluation.suite import Benchmark, Suite, data_file
 from moh_llm.files import sha256
-from moh_llm.reading import parse_json, read_text, read_yaml
+from moh_llm.reading import parse_json, read_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,15 +42,6 @@ class Loaded:
     chances: Strata | None = None
     """Chance score of each scored item; None where the suite names no chance rule."""
 
-    def items(self, limit: int | None) -> int:
-        """How many items are scored, of at most ``limit`` in each task."""
-        return sum(items_of(task, limit) for task in self.tasks)
-
-
-def items_of(task: "ConfigurableTask", limit: int | None) -> int:
-    """How many items of one task are scored."""
-    return len(task.task_docs) if limit is None else min(limit, len(task.task_docs))
-
 
 def require_lm_eval() -> None:
     """Raise UserError with the install command when lm-eval is absent."""
@@ -62,58 +53,26 @@ def require_lm_eval() -> None:
         raise UserError('evaluation needs lm-eval: pip install "moh-llm[eval]"') from error
 
 
-def check_data(suite: Suite, data_dir: Path | None) -> None:
-    """Raise UserError naming every benchmark whose local data is missing or empty.
-
-    Without local data, the error names those that the Hub serves by script, which `datasets` does not run.
-    """
-    folder = suite.data_folder(data_dir)
-    if folder is None:
-        known = read_yaml(SCRIPT_DATASETS)
-        if scripts := [benchmark.name for benchmark in suite.benchmarks if benchmark.dataset in known]:
-            raise UserError(
-                f"{', '.join(scripts)} cannot be read from the Hub, where a loading script serves them: "
-                "moh-llm data fetch-benchmarks DIR makes files of them and all others; then pass --data-dir DIR"
-            )
-        return
-    if not folder.is_dir():
-        raise UserError(f"--data-dir {folder} is not a folder")
-    lacking = []
-    for benchmark in suite.benchmarks:
-        missing = [file for file in data_files(folder, benchmark) if not file.is_file() or file.stat().st_size == 0]
-        if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            lacking.append(f"{benchmark.name} ({missing[0].relative_to(folder)}{more})")
-    if lacking:
-        raise UserError(
-            f"data folder {folder} lacks {', '.join(lacking)}; moh-llm data fetch-benchmarks makes such a folder"
-        )
-
-
 def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | None = None) -> list[Loaded]:
     """Make the suite's lm-eval tasks, read their data, and try the first ``limit`` rows of each.
 
-    ``folder`` (temporary) must outlive their use. Raises UserError naming every benchmark whose metric or filter its
-    task lacks, or else whose data cannot be used.
+    ``folder`` (temporary) must outlive their use. Raises UserError naming every benchmark whose data cannot be used.
     """
     require_lm_eval()
-    check_data(suite, data_dir)
     from lm_eval.tasks import TaskManager
 
     write_task_files(suite, folder, data_dir)
     # lm-eval's full index takes about ten seconds to read.
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     loaded: list[Loaded] = []
-    unknown, failures = [], []
+    failures = []
     with quiet(), _templates_compiled_once():
         for benchmark in suite.benchmarks:
             try:
                 tasks = list(manager.load([part.task for part in benchmark.expand()])["tasks"].values())
                 one = Loaded(benchmark, tasks, _hash_data(suite.data_folder(data_dir), benchmark, tasks))
                 loaded.append(one)
-                if name := _unknown_name(one):
-                    unknown.append(f"{benchmark.name} ({name})")
-                elif problem := _bad_data(one, limit):
+                if problem := _bad_data(one, limit):
                     failures.append(f"{benchmark.name} ({problem})")
                 else:
                     one.chances = chance_scores(benchmark, one.tasks, limit)
@@ -124,10 +83,8 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
                 raise UserError(f"{one_line(error)}; {_TAKE_FILES}") from error
             except Exception as error:  # templates and functions of tasks read rows here, and may raise anything
                 failures.append(f"{benchmark.name} ({benchmark.dataset}: {one_line(error)})")
-    if unknown:
-        raise UserError(f"suite {suite.name} asks for what its tasks do not have; fix the suite: {', '.join(unknown)}")
     if failures:
-        way_out = "fix the files" if suite.data_folder(data_dir) else _TAKE_FILES
+        way_out = "fix the files, or fetch them anew" if suite.data_folder(data_dir) else _TAKE_FILES
         raise UserError(f"data of {len(failures)} benchmark(s) cannot be used; {way_out}: {', '.join(failures)}")
     return loaded
 
@@ -199,7 +156,10 @@ def _hash_data(folder: Path | None, benchmark: Benchmark, tasks: "list[Configura
         contents = [[task.config.task, split, task.dataset[split]._fingerprint] for task in tasks for split in splits]
         seen: list[Any] = [benchmark.dataset, benchmark.revision, contents]
     else:
-        seen = [[str(file.relative_to(folder)), sha256(file)] for file in data_files(folder, benchmark)]
+        files = [
+            data_file(folder, benchmark, part, split) for part in benchmark.expand() for split in benchmark.splits()
+        ]
+        seen = [[str(file.relative_to(folder)), sha256(file)] for file in files]
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 
@@ -210,19 +170,6 @@ def hash_definition(suite: Suite, benchmark: Benchmark) -> str | None:
     folder = (suite.folder / benchmark.expand()[0].definition).parent
     files = sorted(file for file in folder.iterdir() if file.suffix in (".yaml", ".py"))
     return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
-
-
-def _unknown_name(loaded: Loaded) -> str | None:
-    """The first metric, filter or chance level that a benchmark asks for and one of its tasks does not give."""
-    benchmark = loaded.benchmark
-    for task in loaded.tasks:
-        metrics, filters = list(task.aggregation()), [steps.name for steps in task._filters]
-        for key, asked, known in (("metric", benchmark.metric, metrics), ("filter", benchmark.filter, filters)):
-            if asked not in known:
-                return f"{key} {asked!r}: {task.config.task} has {', '.join(known)}"
-        if lacks_choices(benchmark, task):
-            return f"chance 'choices': {task.config.task} gives {benchmark.metric} without a choice"
-    return None
 
 
 def _bad_data(loaded: Loaded, limit: int | None) -> str | None:
@@ -277,10 +224,6 @@ def _unscorable(task: "ConfigurableTask", row: dict[str, Any], config: Any) -> s
     labels = label if isinstance(label, list) else [label]
     if not labels or not all(0 <= one < len(choices) if isinstance(one, int) else one in choices for one in labels):
         return f"the answer {label!r} is none of the {len(choices)} choices"
-    if callable(task.config.process_results):
-        # It may read any field: it is tried on likelihoods as a model might give them.
-        requests = task.construct_requests(row, choices if task.multiple_input else "")
-        task.process_results(row, [(-1.0, False)] * len(requests))
     return None
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from moh_llm.analysis.measures import head_similarity, measure_heads, similarity_table
+from moh_llm.analysis.record import head_similarity, measure_load, similarity_table
 from moh_llm.errors import UserError
 
 
 def measure(model, batches) -> dict:
-    return measure_heads(model, {"text": batches})
+    return measure_load(model, {"text": batches})
 
 
 def test_loads_are_those_of_loops(make_moh, batches, recompute, plan) -> None:
@@ -33,7 +33,7 @@ def test_texts_are_measured_apart_and_together(make_moh, batches, unlike_plan) -
         for row in range(len(batch["input_ids"]))
     ]
     one, other = measure(model, rows[:2]), measure(model, rows[2:])
-    both = measure_heads(model, {"one": rows[:2], "other": rows[2:]})
+    both = measure_load(model, {"one": rows[:2], "other": rows[2:]})
     whole = measure(model, batches)
     assert both["head_load"] == whole["head_load"]
     last = both["head_load_by_text"]["layer"]

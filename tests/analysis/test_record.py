@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_llm.analysis import record as module
-from moh_llm.analysis.measures import measure_heads, similarity_table
-from moh_llm.analysis.record import analyse, dense_attention, seconds_by_length
+from moh_llm.analysis.record import analyse, dense_attention, measure_load, seconds_by_length, similarity_table
 from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
 from moh_llm.metrics import Batch
@@ -51,7 +50,7 @@ def test_parts_are_those_of_direct_calls(make_moh, unlike_plan, tokenizer, by_ha
 
     batches = {name: by_hand(documents, 150) for name, documents in TEXTS.items()}
     assert {name: sum(part["input_ids"].numel() for part in text) for name, text in batches.items()} == TOKENS
-    measures = measure_heads(model, batches)
+    measures = measure_load(model, batches)
     assert {name: found[name] for name in measures} == measures
     few = [batch for documents in TEXTS.values() for batch in by_hand(documents, 40)]
     assert found["similarity"] == similarity_table(model, few)
@@ -102,8 +101,9 @@ def test_seconds_are_medians_of_turns(make_moh, monkeypatch) -> None:
         calls.append((tuple(input_ids.shape), use_cache, dense))
 
     monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(module, "_SLOW", 1e9)
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    found = seconds_by_length(model, [3, 5], repeats=3)
+    found = seconds_by_length(model, [3, 5])
     assert [tuple(one.values()) for one in found] == [(3, 5.0, 20.0), (5, 3.0, 7.0)]
     turns = [[False, False], [True, True]] * 4
     assert calls == [((1, length), False, dense) for length in (3, 5) for dense in turns]

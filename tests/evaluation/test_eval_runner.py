@@ -162,7 +162,7 @@ def test_what_can_be_refused_is_refused_first(tiny_llama: Path, tmp_path: Path, 
     for words, message in (
         ([*smoke, tmp_path / "full"], "is not empty; pass --overwrite"),
         ([*smoke, tiny_llama, "--overwrite"], "which is an input; name another folder"),
-        (["--data-dir", tmp_path, "--output", tmp_path / "out"], r"data folder .* lacks MMLU"),
+        (["--suite", "no", "--output", tmp_path / "out"], r"--suite no: unknown"),
         ([*smoke, tmp_path / "out", "--device", "gpu"], "torch cannot use it"),
     ):
         with pytest.raises(UserError, match=message):

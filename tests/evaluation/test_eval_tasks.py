@@ -12,7 +12,7 @@ import yaml
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.suite import SUITES, load_suite
-from moh_llm.evaluation.tasks import Loaded, check_data, load_tasks, read_splits, write_task_files
+from moh_llm.evaluation.tasks import Loaded, load_tasks, read_splits, write_task_files
 
 pytest.importorskip("lm_eval")
 
@@ -42,24 +42,16 @@ def change(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new), encoding="utf-8")
 
 
-def test_missing_data_is_named_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "allenai__sciq" / "default").mkdir(parents=True)
-    (tmp_path / "allenai__sciq" / "default" / "test.jsonl").write_text("{}\n")
-    with pytest.raises(UserError) as caught:
-        check_data(load_suite("paper"), tmp_path)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert "MMLU (cais__mmlu/abstract_algebra/test.jsonl and 113 more)" in message
-    assert "Natural Questions (google-research-datasets__nq_open/default/validation.jsonl and 1 more)" in message
-    assert "SciQ" not in message  # the one split that 0-shot needs is there
-    with pytest.raises(UserError, match="is not a folder"):
-        check_data(load_suite("paper"), tmp_path / "nowhere")
+def test_missing_data_is_named_in_one_line(own: Path, load: Load) -> None:
+    (own / "data" / "facts" / "test.jsonl").unlink()
+    (own / "data" / "stories" / "train.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"Facts \(.*facts/test.jsonl does not exist\), Stories \(.* holds no rows\)$"):
+        load()
 
 
-def test_metrics_and_filters_that_tasks_lack_are_named_together(own: Path, load: Load) -> None:
-    change(own / "own.yaml", "metric: acc\n    task: moh_smoke_facts", "metric: acc_norm\n    task: moh_smoke_facts")
-    change(own / "own.yaml", "filter: first_word", "filter: strict-match")
-    with pytest.raises(UserError, match=r"Facts \(metric 'acc_norm': .* has acc\), Answers \(filter 'strict-match'"):
+def test_a_chance_rule_that_does_not_go_with_the_metric_is_named(own: Path, load: Load) -> None:
+    change(own / "own.yaml", "chance: 0", "chance: choices")
+    with pytest.raises(UserError, match=r"Answers \(chance: choices does not go with exact_match"):
         load()
 
 
@@ -77,11 +69,6 @@ def test_task_files_for_the_hub(tmp_path: Path) -> None:
     gsm8k, sciq = (yaml.safe_load((tmp_path / f"{name}.yaml").read_text("utf-8")) for name in ("gsm8k", "sciq"))
     assert gsm8k["num_fewshot"] == 8 and "dataset_path" not in gsm8k
     assert sciq["dataset_kwargs"] == {"revision": "2c94ad3e1aafab77146f384e23536f97a4849815"}
-
-
-def test_script_datasets_of_the_hub_are_refused_at_once() -> None:
-    with pytest.raises(UserError, match=r"^CMMLU, LogiQA cannot be read from the Hub.*fetch-benchmarks DIR"):
-        check_data(load_suite("paper"), None)
 
 
 @pytest.mark.parametrize(
@@ -164,13 +151,10 @@ MMLU = {"question": "Which is even?", "choices": ["1", "2", "3", "5"], "answer":
 WINOGRANDE = {"sentence": "The _ barked.", "option1": "dog", "option2": "cat", "answer": "1"}
 ARC: Row = {"question": "Which?", "choices": {"text": ["x", "y", "z"], "label": ["A", "B", "C"]}, "answerKey": "C"}
 CHOICES = ARC["choices"]
-TARGETS = {"choices": ["yes", "no"], "labels": [1, 0]}
-TRUTHFULQA = {"question": "Is it?", "mc1_targets": TARGETS, "mc2_targets": TARGETS}
 DAMAGES = [
     ("MMLU", MMLU, {"choices": ["1", "2", None, "5"]}, "abstract_algebra/test: row 3: UndefinedError: 'choices' is"),
     ("WinoGrande", WINOGRANDE, {"sentence": "The dog barked."}, "validation: row 3: ValueError: substring not found"),
     ("ARC-Challenge", ARC, {"choices": CHOICES | {"text": ["x", "y", None]}}, "row 3: its choices are"),
-    ("TruthfulQA", TRUTHFULQA, {"mc2_targets": TARGETS | {"labels": [1]}}, "validation: row 3: IndexError: "),
 ]
 
 
