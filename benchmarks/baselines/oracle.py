@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import torch
 
-from moh_llm.analysis.heads import shared_heads
 from moh_llm.metrics import Batch, LogitsOf, logits_of
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.routing_moh import select_top_k
@@ -51,7 +50,7 @@ def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
             gram = torch.einsum("cud,cue->ude", slices, slices)
             residual = (heads - fallback).float().flatten(-2).unflatten(-1, (-1, width))
             cost = torch.einsum("...ud,ude,...ue->...u", residual, gram, residual)
-            cost[..., [head // router.group_size for head in shared_heads(router)]] = torch.inf
+            cost[..., [head // router.group_size for head in router.kinds()[0]]] = torch.inf
             gate = select_top_k(cost, router.num_active // router.group_size).to(heads.dtype)
             gate = gate.repeat_interleave(router.group_size, -1)[..., None]
             return ((heads * gate + fallback * (1 - gate)).reshape(shape),)
