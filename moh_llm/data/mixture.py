@@ -1,15 +1,4 @@
-"""A mixture: named sources of text and the share of the tokens that each contributes.
-
-A mixture file is YAML::
-
-    name: mine
-    validation_share: 0.01          # held-out share of each source's documents, chosen by a hash of the document
-    sources:
-      web:
-        weight: 3                   # share of the tokens; weights are normalised
-        files: web/*.jsonl.zst      # or: hub + data_files, url_list, builtin
-        text_field: body            # default: text
-"""
+"""A mixture: named sources of text and the share of the tokens that each contributes (docs/data.md has an example)."""
 
 import glob
 import math

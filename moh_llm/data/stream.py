@@ -90,11 +90,7 @@ class SequenceStream:
 
 
 def make_receipt(stream: SequenceStream, sequences: int) -> dict[str, dict[str, Any]]:
-    """What the first `sequences` sequences read of each source.
-
-    `weight` is the planned share, `tokens` and `share` are what was read, `epochs` the passes through the source, and
-    `repeated_tokens` were read before.
-    """
+    """By source, what the first `sequences` sequences read: planned weight, tokens, share, epochs, repeated tokens."""
     receipt = {}
     for number, (source, count) in enumerate(zip(stream.sources, stream.counts(sequences), strict=True)):
         has = stream.sequences_per_epoch(number)

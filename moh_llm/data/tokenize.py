@@ -1,8 +1,4 @@
-"""Tokenise a mixture once, into shards that training maps into memory.
-
-The record, OUTPUT/mixture.json, holds per source the counts, text and shards. It is written last;
-`moh_llm.data.tasks` has the layout of the folder and resuming.
-"""
+"""Tokenise a mixture once, into shards that training maps into memory; `moh_llm.data.tasks` has the layout."""
 
 import contextlib
 import multiprocessing

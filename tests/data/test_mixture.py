@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moh_llm.data.mixture import EMBEDDED, Mixture, Source, load_mixture, mixture_from_arguments, mixture_from_files
+from moh_llm.data.mixture import EMBEDDED, Mixture, Source, load_mixture, mixture_from_files
 from moh_llm.errors import UserError
 
 FOLDER = Path(__file__).resolve().parents[2] / "data_mixtures"
@@ -138,15 +138,6 @@ def test_mixture_from_files(tmp_path, monkeypatch):
     assert (mixture.name, mixture.validation_share) == ("files", 0.2)
     with pytest.raises(UserError, match=r"^text file \$MOH_UNSET/x: .* needs the environment variable MOH_UNSET"):
         mixture_from_files(["$MOH_UNSET/x"])
-
-
-def test_mixture_from_arguments(tmp_path):
-    assert mixture_from_arguments(["embedded"]) is EMBEDDED
-    for name in ("a.yaml", "b.yml"):
-        (tmp_path / name).write_text("sources: {a: {weight: 1, builtin: python_topics}}")
-        assert mixture_from_arguments([str(tmp_path / name)]).sources == (Source("a", 1.0, builtin="python_topics"),)
-    for files in ([f"{tmp_path}/a.txt"], [f"{tmp_path}/a.yaml", f"{tmp_path}/a.txt"]):
-        assert mixture_from_arguments(files) == mixture_from_files(files)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -79,18 +79,3 @@ def test_the_commands(corpus, tokenizer, tmp_path, capsys):
     assert "500,000" in said and f"{plain:,}" in said and f"{500_000 / plain:.2f}" in said
     assert main(["mixture", "show", str(corpus)]) == 0
     assert "50,000,000,000" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--workers", "0"], "--workers 0 must be at least 1"),
-        (["--executor-args", "time"], "--executor-args time must be KEY=VALUE"),
-        (["--tokenizer", "nowhere/at/all"], "nowhere/at/all has no tokenizer that loads"),
-    ],
-)
-def test_refusals_of_the_command(corpus, tokenizer, tmp_path, capsys, flags, message):
-    assert tokenize(corpus, tokenizer, tmp_path / "out", *flags) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
