@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> None:
     texts = held_out.read_texts(args.text, args, tokenizer, length, held_out.BATCH)
     apart = ("base", "output", "seeds", "by_text", "compute_dtype")
     asked = {key: value for key, value in vars(args).items() if key not in apart} | {"dtype": computed}
-    asked |= {"base": base.fingerprint, "torch": torch.__version__, "transformers": transformers.__version__}
+    asked |= {"base": base.dense_sha256, "torch": torch.__version__, "transformers": transformers.__version__}
     asked["hashes of texts"] = {name: held_out.hash_batches(batches) for name, batches in texts.items()}
     asked["device"] = kind_of_device(device)
     keep_settings(args.output, asked)

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from moh_llm.errors import UserError
-from moh_llm.records.identity import fingerprint, hash_weights, identify
+from moh_llm.records.identity import hash_weights, identify
 from moh_llm.records.model import may_be_hub_id, read_weight_map
 
 
@@ -57,7 +57,6 @@ def test_hub_ids(tmp_path, monkeypatch):
 def test_hashes_follow_tensors_and_identities_their_settings(make_llama, tmp_path):
     whole, parts = make_llama(), make_llama(max_shard_size="20KB")
     assert hash_weights(whole) == hash_weights(parts) and identify(str(whole)) == identify(str(parts))
-    assert fingerprint(read_weight_map(whole)[0]) != fingerprint(read_weight_map(parts)[0])  # which is of files
     other = Path(shutil.copytree(whole, tmp_path / "other"))
     (other / "README.md").write_text("a model")
     assert identify(str(other)) == identify(str(whole))

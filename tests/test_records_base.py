@@ -7,7 +7,6 @@ from pydantic import Field
 
 from moh_llm.errors import UserError
 from moh_llm.records.base import Record
-from moh_llm.records.conversion import distinct_ends
 
 
 class Score(Record):
@@ -61,16 +60,3 @@ def test_a_value_is_cut_and_shows_no_password():
         Score.parse({"step": "https://" + "me:hunter22@example.org/" + "x" * 10_000, "loss": 1}, "it")
     line = str(refusal.value)
     assert line.startswith("it has step = ") and "example.org" in line and "hunter22" not in line and len(line) < 200
-
-
-@pytest.mark.parametrize(
-    ("names", "ends"),
-    [
-        (["/a/x.jsonl", "y.jsonl"], ["x.jsonl", "y.jsonl"]),
-        (["/data/en/x.jsonl", "/data/de/x.jsonl", "z"], ["en/x.jsonl", "de/x.jsonl", "z"]),
-        (["x", "a/x", "b/a/x", "c\\a\\x"], ["x", "a/x", "b/a/x", "c/a/x"]),
-        ([], []),
-    ],
-)
-def test_the_ends_of_paths_are_distinct(names, ends):
-    assert distinct_ends(names) == ends

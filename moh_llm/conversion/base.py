@@ -12,19 +12,19 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, reason
 from moh_llm.files import check_links
 from moh_llm.modeling.configuration_moh_llama import FORMAT
 from moh_llm.reading import expand_home
 from moh_llm.records.conversion import Base
-from moh_llm.records.identity import fingerprint, hash_weights
+from moh_llm.records.identity import hash_weights
 from moh_llm.records.model import (
     LICENCE_NAMES,
     may_be_hub_id,
     read_config,
     read_weight_map,
 )
-from moh_llm.records.tensors import check_tensors, is_routing_weight, matrix_dtype, why_no_model
+from moh_llm.records.tensors import check_tensors, is_routing_weight, matrix_dtype
 
 # model_type -> fields that the architecture implies without naming them in config.json.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -87,7 +87,6 @@ class BaseCheckpoint:
         config: the dense model's config.
         shards: safetensors files with dense tensors, in order.
         weight_map: name of a dense tensor -> file name of its shard.
-        fingerprint: `moh_llm.records.identity.fingerprint` of the shards.
         note: a warning about tensors that the architecture does not have; they are not converted.
     """
 
@@ -98,13 +97,21 @@ class BaseCheckpoint:
     config: PreTrainedConfig
     shards: list[Path]
     weight_map: dict[str, str]
-    fingerprint: str
     note: str | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """The narrowest dtype that rounds no weight matrix."""
         return matrix_dtype(self.folder, self.weight_map) or torch.float32
+
+    @property
+    def dense_sha256(self) -> str:
+        """`moh_llm.records.seal.WeightHashes.dense`; all weights are read, about a second per GB."""
+        return hash_weights(self.folder, self.weight_map).dense
+
+    def identity(self) -> Base:
+        """The base's identity in records."""
+        return Base(name=self.name, revision=self.revision, dense_sha256=self.dense_sha256)
 
 
 def open_base(name: str, revision: str | None = None, paper_preset: bool = False) -> BaseCheckpoint:
@@ -142,7 +149,6 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
         config=config,
         shards=shards,
         weight_map=weight_map,
-        fingerprint=fingerprint(shards),
         note=tensors.note,
     )
 
@@ -159,13 +165,8 @@ def accompanying(folder: Path) -> list[Path]:
 
 
 def is_checkpoint(found: BaseCheckpoint, recorded: Base) -> bool:
-    """Whether ``found`` is the checkpoint that a record names.
-
-    Files with another layout have another fingerprint; then all weights are read and hashed.
-    """
-    if recorded.fingerprint == found.fingerprint:
-        return True
-    return recorded.dense_sha256 == hash_weights(found.folder, found.weight_map).dense
+    """Whether ``found`` has the weights of the checkpoint that a record names."""
+    return recorded.dense_sha256 == found.dense_sha256
 
 
 def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
@@ -238,7 +239,7 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
     try:
         config = CONFIG_MAPPING[kind](**{key: value for key, value in fields.items() if key not in dropped})
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{name}: its config.json makes no model ({why_no_model(error, fields)})") from error
+        raise UserError(f"{name}: its config.json makes no model ({reason(error)})") from error
     _check_attention(config, kind, name)
     return config
 

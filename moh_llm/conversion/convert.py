@@ -32,7 +32,6 @@ from moh_llm.metrics import Batch
 from moh_llm.records.conversion import (
     CONVERSION,
     LINEAGE,
-    Base,
     Calibration,
     Conversion,
     ConversionEntry,
@@ -41,7 +40,7 @@ from moh_llm.records.conversion import (
     Vocabulary,
     last_component,
 )
-from moh_llm.records.identity import FolderRecords, hash_model, hash_weights, read_records
+from moh_llm.records.identity import FolderRecords, hash_model, read_records
 from moh_llm.records.model import read_config
 from moh_llm.records.seal import write_seal
 from moh_llm.records.tensors import HEAD, cast_weight, is_fallback_weight, read_headers
@@ -84,8 +83,7 @@ def convert(options: ConversionConfig) -> Conversion:
         held_out = validation_batches(sources, length, wanted, _rows(length))
 
     with lock_folder(options.output), new_folder(options.output, options.overwrite) as folder:
-        dense_sha256 = hash_weights(base.folder, base.weight_map).dense
-        identity = Base(name=base.name, revision=base.revision, fingerprint=base.fingerprint, dense_sha256=dense_sha256)
+        identity = base.identity()
         chain = records.chain  # a base that is a tuned model has a lineage, which goes on
         if widening is not None:
             base = widen(base, widening, folder / ".widened")  # from here on this is the base
@@ -118,7 +116,7 @@ def convert(options: ConversionConfig) -> Conversion:
             record.verification = verify(dense, converted, held_out, prompt=prompt)
         write_description(folder, base, config, weight_map)
         record.made = made = hash_model(folder)
-        entry = ConversionEntry(kind="conversion", base=identity.label, dense_sha256=dense_sha256, made=made)
+        entry = ConversionEntry(kind="conversion", base=identity.label, dense_sha256=identity.dense_sha256, made=made)
         if widening is not None:
             entry.new_tokens = count = len(widening.new_ids)
             name = last_component(options.tokenizer)

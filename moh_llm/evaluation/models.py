@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, reason
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
 from moh_llm.records.identity import FolderRecords
@@ -85,7 +85,7 @@ def _check_weights(folder: Path) -> None:
     from transformers import AutoConfig
 
     from moh_llm.conversion.base import FAMILIES
-    from moh_llm.records.tensors import check_tensors, why_no_model
+    from moh_llm.records.tensors import check_tensors
 
     weight_map, fields = read_weight_map(folder)[1], read_config(folder)
     if fields["model_type"] not in (*FAMILIES, "moh_llama") or fields.get("quantization_config"):
@@ -94,7 +94,7 @@ def _check_weights(folder: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{folder}: its {CONFIG} makes no model ({why_no_model(error, fields)})") from error
+        raise UserError(f"{folder}: its {CONFIG} makes no model ({reason(error)})") from error
     check_tensors(str(folder), folder, weight_map, config)
 
 

@@ -16,7 +16,7 @@ from moh_llm.files import scratch_folder, sha256, write_text
 from moh_llm.hub.secrets import find_in_file, find_paths, find_secrets, scrub_json
 from moh_llm.locking import lock_folder
 from moh_llm.reading import read_json
-from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, read_index, read_weight_map, unread_index
+from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, read_index, read_weight_map
 from moh_llm.records.seal import SEAL
 
 CARD = "README.md"
@@ -152,7 +152,7 @@ def _check_weights(folder: Path) -> Iterator[Problem]:
         shards, _ = read_weight_map(folder)
         single = shards[0].name == SINGLE_NAME
         placed = {} if single else read_index(folder)
-        if single and unread_index(folder):
+        if single and set(read_index(folder).values()) - {SINGLE_NAME}:
             yield Problem(INDEX_NAME, f"is not read beside {SINGLE_NAME}", "move it out of the folder")
     except UserError as error:
         what = str(error).replace(f"{folder}/", "").replace(str(folder), "the folder")

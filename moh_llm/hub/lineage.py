@@ -32,7 +32,6 @@ class Lineage:
         run: the training run that wrote the model, if its folder was found.
         chain: its ``lineage.json``.
         changed: why these records do not describe the model in the folder; then only the base's name is left of them.
-        note: a remark on the folder's seal (`moh_llm.records.identity`).
     """
 
     folder: Path
@@ -40,7 +39,6 @@ class Lineage:
     run: TrainingRun | None
     chain: Chain = field(default_factory=lambda: Chain(entries=[]))
     changed: str | None = None
-    note: str | None = None
 
     @property
     def name(self) -> str:
@@ -118,7 +116,7 @@ def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
     Raises:
         UserError: a record cannot be read or is malformed, or ``folder`` is the model that ``run`` started from.
     """
-    records = read_records(folder, licences=True)
+    records = read_records(folder)
     place = run_behind(folder.resolve()) if run is None else run
     trained = read_run(place) if place else None
     if run is not None and (made_there := run / "model").resolve() != folder.resolve():
@@ -131,8 +129,8 @@ def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
     if trained and not changed and (made := trained.record.made) and (part := made.difference(records.model)):
         changed = f"it has {part} other than the model that the run in {trained.folder} made"
     if changed:
-        return Lineage(folder, records.without_figures(changed).conversion, None, changed=changed, note=records.note)
-    return Lineage(folder, records.conversion, trained, records.chain, note=records.note)
+        return Lineage(folder, records.without_figures(changed).conversion, None, changed=changed)
+    return Lineage(folder, records.conversion, trained, records.chain)
 
 
 def is_hub_id(name: str) -> bool:

@@ -96,7 +96,7 @@ def publish(options: PublishConfig, say: Callable[[str], None] = say) -> Publica
     files = [name for name in files if name != SEAL and not (lineage.changed and name in RECORDS)]
     licence = find_licence(lineage, options.licence)
     with upload_copy(options.folder, files, _added_files(options, files, lineage, licence)) as (copy, scrubbed):
-        say(f"checking {options.folder}" + (f"; {lineage.note}" if lineage.note else ""))
+        say(f"checking {options.folder}")
         _write_notice(copy, licence)
         reservations = []
         if lineage.changed:

@@ -6,7 +6,6 @@ weights by hashes, so that a change without an entry is found. No path of a mach
 """
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,19 +27,20 @@ class Base(Record):
     Attributes:
         name: folder or Hub id, as the user gave it.
         revision: commit on the Hub; None for a folder.
-        fingerprint: `moh_llm.records.identity.fingerprint` of its shards.
         dense_sha256: `moh_llm.records.seal.WeightHashes.dense` of it.
     """
 
     name: str
-    revision: str | None = None
-    fingerprint: str | None = None
-    dense_sha256: str | None = None
+    revision: str | None
+    dense_sha256: str
 
     @property
     def label(self) -> str:
-        """The Hub id, or the name of the folder without its path (RUN/model for a run's model)."""
-        return self.name if self.revision else folder_name(self.name)
+        """The Hub id, or the name of the folder without its path; RUN/model for a run's model."""
+        parts = [part for part in self.name.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+        if self.revision or not parts:
+            return self.name
+        return "/".join(parts[-2:]) if parts[-1] == "model" else parts[-1]
 
 
 class Vocabulary(Record):
@@ -269,18 +269,3 @@ def read_chain(folder: Path) -> Chain:
 def last_component(name: str) -> str:
     """The last part of a path of any system; a name that is no path stays as it is."""
     return name.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] or name
-
-
-def folder_name(path: str) -> str:
-    """Name of a model's folder: the last part of its path, or RUN/model for a run's model."""
-    parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".", "..")]
-    return "/".join(parts[-2:]) if parts[-1:] == ["model"] else last_component(path)
-
-
-def distinct_ends(names: Sequence[str]) -> list[str]:
-    """The shortest ends of paths that differ from each other: `en/x.jsonl` and `de/x.jsonl`."""
-    parts = [name.replace("\\", "/").rstrip("/").split("/") for name in names]
-    shown = [last_component(name) for name in names]
-    for count in range(2, 1 + max(map(len, parts), default=0)):
-        shown = ["/".join(own[-count:]) if shown.count(end) > 1 else end for own, end in zip(parts, shown, strict=True)]
-    return shown

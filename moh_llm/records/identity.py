@@ -2,8 +2,6 @@
 
 `identify` hashes everything that decides what a model answers: runs and stored scores belong to it. `hash_model` hashes
 the tensors, however they are laid out in files, and the head plan: records of figures and lineages belong to these.
-`fingerprint` reads samples of the files, to see in an instant that a folder still holds a known base; where it differs,
-`hash_weights` decides.
 
 A folder may change after its records were written: a file is damaged or edited, another program saves the weights, or a
 record comes from another folder. `read_records` then says so, and gives no figures.
@@ -13,7 +11,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +32,7 @@ from moh_llm.records.conversion import (
     read_conversion,
 )
 from moh_llm.records.model import CONFIG, TOKENIZERS, read_config, read_weight_map
-from moh_llm.records.seal import EDITABLE, WeightHashes, describe_changes, find_changes, read_seal
+from moh_llm.records.seal import WeightHashes, describe_changes, find_changes, read_seal
 from moh_llm.records.tensors import is_routing_weight
 
 # What besides the weights decides what a model answers.
@@ -50,7 +48,6 @@ _PLAN = (
 )
 _CHUNK = 1 << 22  # bytes read at once, by each thread
 _THREADS = 8  # that hash a file
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
 
 
 @dataclass(frozen=True)
@@ -140,21 +137,6 @@ def hash_weights(folder: Path, weight_map: Mapping[str, str] | None = None) -> W
     return WeightHashes(dense=dense, routing=routing)
 
 
-def fingerprint(shards: Sequence[Path]) -> str:
-    """SHA-256 over sizes, headers and evenly spaced samples of safetensors files, in their order."""
-    digest = hashlib.sha256()
-    for shard in shards:
-        size = shard.stat().st_size
-        digest.update(f"{size}\n".encode())
-        with shard.open("rb") as file:
-            header = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(header))
-            for sample in range(_SAMPLES):
-                file.seek(8 + header + (size - 8 - header) * sample // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
 def _describe_tensors(shard: Path) -> tuple[tuple[str, str], ...]:
     """Name of each tensor of a safetensors file, and a line that tells it from any other."""
     found = shard.stat()
@@ -191,8 +173,6 @@ def _digest(lines: list[str]) -> str:
 
 # ---- records of a folder
 
-_UNSEALED = "it has no seal.json, so whether its files are as they were written was not checked"
-
 
 @dataclass(frozen=True)
 class FolderRecords:
@@ -203,14 +183,12 @@ class FolderRecords:
         conversion: its conversion; without figures where `changed`, and None where it may name a wrong base.
         chain: its lineage.
         changed: why the records do not describe this model; None where they do.
-        note: a remark for the user: there is no seal, or files were edited that may be.
     """
 
     model: WeightHashes
     conversion: Conversion | None
     chain: Chain
     changed: str | None = None
-    note: str | None = None
 
     def without_figures(self, changed: str) -> "FolderRecords":
         """These records with only the base and vocabulary of the conversion; ``changed`` says why."""
@@ -221,36 +199,26 @@ class FolderRecords:
 
     def lines(self, name: str) -> list[str]:
         """Lines for the user; ``name`` is what the model is called."""
-        found = []
-        if self.changed:
-            found.append(f"warning: {name}: {self.changed}; of its records only the base's name is used")
-        return [*found, f"{name}: {self.note}"] if self.note else found
+        if self.changed is None:
+            return []
+        return [f"warning: {name}: {self.changed}; of its records only the base's name is used"]
 
 
-def read_records(folder: Path, licences: bool = False) -> FolderRecords:
+def read_records(folder: Path) -> FolderRecords:
     """Hash a model's folder, and read its records.
-
-    Args:
-        folder: the model's.
-        licences: whether an edited licence counts as a change.
 
     Raises:
         UserError: weights or config cannot be read, or a record that nobody changed is malformed.
     """
     seal = read_seal(folder)
-    changes = find_changes(folder, seal, licences) if seal else {}
-    faults = [name for name in changes if name not in EDITABLE]
-    edited = [name for name in changes if name in EDITABLE]
-    conversion = None if CONVERSION in faults else read_conversion(folder)
-    chain = Chain(entries=[]) if LINEAGE in faults else read_chain(folder)
+    changes = find_changes(folder, seal) if seal else {}
+    conversion = None if CONVERSION in changes else read_conversion(folder)
+    chain = Chain(entries=[]) if LINEAGE in changes else read_chain(folder)
     model = hash_model(folder)
-    mismatch = _find_mismatch(model, conversion, chain)
-    changed = ", and ".join(filter(None, [describe_changes(changes, faults) if faults else None, mismatch])) or None
-    note = f"edited since it was made: {', '.join(edited)}" if edited else None
-    if seal is None and model.plan is not None:
-        note = _UNSEALED
-    records = FolderRecords(model, conversion, chain, changed, note)
-    return records.without_figures(changed) if changed else records
+    why = [describe_changes(changes)] if changes else []
+    why += [mismatch] if (mismatch := _find_mismatch(model, conversion, chain)) else []
+    records = FolderRecords(model, conversion, chain)
+    return records.without_figures(", and ".join(why)) if why else records
 
 
 def _find_mismatch(model: WeightHashes, conversion: Conversion | None, chain: Chain) -> str | None:

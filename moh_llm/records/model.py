@@ -1,15 +1,11 @@
 """The folder of a model: its name, its config and the files of its weights."""
 
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import Field, model_validator
-from typing_extensions import Self
+from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.files import check_links
 from moh_llm.reading import read_json
-from moh_llm.records.base import Record
 
 CONFIG = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -54,51 +50,32 @@ def check_no_adapter(folder: Path) -> None:
 # ---- config
 
 
-class _Rope(Record):
-    rope_theta: float | None = Field(None, gt=0, lt=1e30)
-    factor: float | None = Field(None, gt=0, lt=1e30)
+_COUNTS = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "moh_format", "num_experts_per_tok"),
+)
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
-_Dtype = Literal["float32", "float16", "bfloat16", "float64"]
-
-
-class _Numbers(_Rope):
-    """Fields of a `config.json`. The bounds are far above the largest published models."""
-
-    num_hidden_layers: int | None = Field(None, ge=1, le=2000)
-    num_attention_heads: int | None = Field(None, ge=1, le=4096)
-    num_key_value_heads: int | None = Field(None, ge=1, le=4096)
-    hidden_size: int | None = Field(None, ge=1, le=1 << 20)
-    intermediate_size: int | None = Field(None, ge=1, le=1 << 22)
-    head_dim: int | None = Field(None, ge=1, le=1 << 14)
-    vocab_size: int | None = Field(None, ge=1, le=1 << 24)
-    max_position_embeddings: int | None = Field(None, ge=1, le=1 << 40)
-    moh_format: int | None = Field(None, ge=1, le=1 << 20)
-    num_local_experts: int | None = Field(None, ge=0, le=1 << 16)
-    num_experts_per_tok: int | None = Field(None, ge=1, le=1 << 16)
-    # -1, the last row, is what early LLaMA checkpoints have for "none".
-    pad_token_id: int | None = Field(None, ge=-1)
-    rms_norm_eps: float | None = Field(None, gt=0, lt=1e30)
-    attention_dropout: float | None = Field(None, ge=0, le=1)
-    rope_parameters: _Rope | None = None
-    rope_scaling: _Rope | None = None
-    dtype: _Dtype | None = None
-    torch_dtype: _Dtype | None = None
-
-    @model_validator(mode="after")
-    def _check_together(self) -> Self:
-        heads, hidden = self.num_attention_heads, self.hidden_size
-        if heads and self.num_key_value_heads and heads % self.num_key_value_heads:
-            groups = self.num_key_value_heads
-            raise ValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}")
-        if heads and hidden and self.head_dim is None and hidden % heads:
-            raise ValueError(f"hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
-        experts, selected = self.num_local_experts, self.num_experts_per_tok
-        if experts and selected and selected > experts:
-            raise ValueError(f"num_experts_per_tok={selected} must be at most num_local_experts={experts}")
-        if self.vocab_size and (self.pad_token_id or 0) >= self.vocab_size:
-            raise ValueError(f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}, or null")
-        return self
+def _check_fields(fields: dict[str, Any], where: str) -> None:
+    """Raise UserError for what transformers would meet with a traceback, hours of work, or a wrong model."""
+    for name in _COUNTS:
+        value = fields.get(name)
+        if value is not None and (type(value) is not int or not 0 < value < 1 << 40):
+            raise UserError(f"{where} has {name} = {value!r}, which must be a whole number above 0")
+    for name in ("rms_norm_eps", "rope_theta"):
+        value = fields.get(name)
+        if value is not None and (type(value) not in (int, float) or not 0 < value < float("inf")):
+            raise UserError(f"{where} has {name} = {value!r}, which must be a number above 0")
+    for name in ("dtype", "torch_dtype"):
+        if fields.get(name) not in (None, *_DTYPES):
+            raise UserError(f"{where} has {name} = {fields[name]!r}, which must be one of {', '.join(_DTYPES)}")
+    heads, groups, rows = (fields.get(name) for name in ("num_attention_heads", "num_key_value_heads", "vocab_size"))
+    if heads and groups and heads % groups:
+        raise UserError(f"{where}: num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}")
+    padding = fields.get("pad_token_id")
+    if rows and isinstance(padding, int) and padding >= rows:
+        raise UserError(f"{where}: pad_token_id={padding} must be below vocab_size={rows}, or null")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -113,7 +90,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     fields = read_json(folder / CONFIG)
     if not isinstance(fields, dict):
         raise UserError(f"{folder / CONFIG} is not an object; is {folder} a model's folder?")
-    _Numbers.parse(fields, str(folder / CONFIG))
+    _check_fields(fields, str(folder / CONFIG))
     return fields
 
 
@@ -135,8 +112,7 @@ def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
     Raises:
         UserError: there are no safetensors files; one is missing, damaged or truncated; two hold the same tensor; the
-            index names a tensor that its file does not hold; or transformers would load other files, too: an adapter,
-            a checkpoint of `torch.distributed`, files that config.json names.
+            index names a tensor that its file does not hold; or there is an adapter.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -147,18 +123,6 @@ def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
         if pickled:
             raise UserError(f"{folder} has weights only as {pickled[0].name}; save them as safetensors first")
         raise UserError(f"{folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
-    if others := sorted(folder.glob("shard-?????-model-?????-of-?????.safetensors")):
-        raise UserError(
-            f"{folder} has two sets of weights: transformers reads {others[0].name}, of a distributed checkpoint; "
-            "move one set out"
-        )
-    fields = read_json(folder / CONFIG) if (folder / CONFIG).exists() else None
-    if isinstance(fields, dict) and (named := fields.get("transformers_weights")):
-        raise UserError(
-            f"{folder / CONFIG} names other weights (transformers_weights={str(named)[:80]!r}); save the model again "
-            "with save_pretrained, or remove this field"
-        )
-
     shards = [folder / file for file in sorted(set(index.values()) or {SINGLE_NAME})]
     weight_map: dict[str, str] = {}
     for shard in shards:
@@ -192,11 +156,6 @@ def read_index(folder: Path) -> dict[str, str]:
             given = repr(file)[:40]
             raise UserError(f"{path}: weight_map gives {given} for {tensor[:80]}, no file's name; download it again")
     return weight_map
-
-
-def unread_index(folder: Path) -> bool:
-    """Whether a folder has an index that is not read, since a single file lies beside it."""
-    return (folder / SINGLE_NAME).is_file() and bool(set(read_index(folder).values()) - {SINGLE_NAME})
 
 
 def save_tensors(tensors: dict[str, Any], path: Path) -> None:

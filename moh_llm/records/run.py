@@ -79,7 +79,7 @@ class RunRecord(Record):
         model: the model that the run began with.
         data: what identifies the tokens; ``mixture``: the name of their mixture; ``tokens_in``: their folder.
         reference: the model that the run is compared with, if any.
-        steps, tokens, seconds: how long a finished run trained.
+        seconds: how long a finished run trained.
         data_read: the receipt of what was read, by source.
         parameters: numbers of weights: ``total``, ``trained``, and ``trained_`` of base, adapters, routers, fallbacks.
         balance_coefficient: weight of the load-balance loss; None where the model's routers have no such loss.
@@ -94,8 +94,6 @@ class RunRecord(Record):
     data: dict[str, Any] | None = None
     mixture: str | None = None
     reference: ReferenceKind | None = None
-    steps: int | None = None
-    tokens: int | None = None
     seconds: float | None = None
     data_read: dict[str, Any] | None = None
     tokens_in: str | None = None

@@ -3,12 +3,12 @@
     write_seal(folder, hash_model(folder))                  # after the folder was written
     changes = find_changes(folder, read_seal(folder))       # {"model.safetensors": "was changed (...)"}
 
-Steps check it before they compute anything from the files. Changes of files that people edit (`EDITABLE`) are no fault.
+Steps check it before they compute anything from the files. Files that people edit (`EDITABLE`, licences) may change.
 """
 
 import functools
 import os
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +23,6 @@ EDITABLE = ("README.md", "chat_template.jinja", "chat_template.json", "generatio
 _THREADS = min(8, os.cpu_count() or 1)
 # What transformers would read from a folder that did not have it when it was sealed.
 _LOADED = {CONFIG, INDEX_NAME, *TOKENIZERS, "added_tokens.json", "special_tokens_map.json", "adapter_config.json"}
-_LOADED |= set(EDITABLE[1:])
 
 
 class FileMark(Record):
@@ -40,7 +39,7 @@ class WeightHashes(Record):
         dense: SHA-256 over name, dtype, shape and bytes of each tensor of the dense model, ordered by name.
         routing: the same over the tensors of routers and fallbacks.
         plan: hash of the config's fields that decide what a layer computes (`moh_llm.records.identity.hash_plan`);
-            None for a dense model, and in records of earlier versions.
+            None for a dense model.
     """
 
     dense: str
@@ -84,23 +83,22 @@ def read_seal(folder: Path) -> Seal | None:
     return Seal.read(path) if path.is_file() else None
 
 
-def find_changes(folder: Path, seal: Seal, licences: bool = False) -> dict[str, str]:
+def find_changes(folder: Path, seal: Seal) -> dict[str, str]:
     """Files that differ from the seal, and how: ``{"config.json": "was changed (1,595 bytes instead of 1,596)"}``.
 
-    Code is not checked here: this package runs its own, and `moh_llm.hub.checks.other_code` compares the two.
-
-    Args:
-        folder: the model's.
-        seal: its seal.
-        licences: whether to check licences, too.
+    Files that people edit may differ, and so may code: this package runs its own, and `moh_llm.hub.checks.other_code`
+    compares the two.
     """
-    checked = (name for name in seal.files if not name.endswith(".py"))
-    names = [name for name in checked if licences or not name.startswith(LICENCE_NAMES)]
+    names = [name for name in seal.files if not name.endswith(".py") and not _is_editable(name)]
     with ThreadPoolExecutor(_THREADS) as threads:  # hashlib computes beside other threads
         faults = zip(names, threads.map(lambda name: _fault(folder / name, seal.files[name]), names), strict=True)
         found = {name: fault for name, fault in faults if fault}
     loaded = (path.name for path in folder.iterdir() if path.name in _LOADED or path.suffix == ".safetensors")
     return found | {name: "was added later" for name in loaded if name not in seal.files}
+
+
+def _is_editable(name: str) -> bool:
+    return name in EDITABLE or name.startswith(LICENCE_NAMES)
 
 
 def mark_files(folder: Path, names: Container[str] | None = None) -> dict[str, FileMark]:
@@ -116,10 +114,10 @@ def find_fault(folder: Path, files: Mapping[str, FileMark]) -> str | None:
     return next((f"{name} {fault}" for name, mark in files.items() if (fault := _fault(folder / name, mark))), None)
 
 
-def describe_changes(changes: Mapping[str, str], names: Collection[str]) -> str:
-    """The first of the changed files ``names`` and how it changed, and the number of the others."""
-    first, more = next(iter(names)), len(names) - 1
-    return f"{first} {changes[first]}" + (f" (and {more} more files changed)" if more else "")
+def describe_changes(changes: Mapping[str, str]) -> str:
+    """The first of the changed files and how it changed, and the number of the others."""
+    (name, how), *others = changes.items()
+    return f"{name} {how}" + (f" (and {len(others)} more files changed)" if others else "")
 
 
 def _fault(path: Path, mark: FileMark) -> str | None:

@@ -8,7 +8,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, reason
 from moh_llm.records.model import CONFIG
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def check_tensors(name: str, folder: Path, weight_map: Mapping[str, str], config
         config: a config of transformers.
 
     Raises:
-        UserError: the config makes no model, or a tensor is missing, has another shape, is not floating-point with 16
-            bits or more, or would be loaded in place of another tensor.
+        UserError: the config makes no model, or a tensor is missing, has another shape, or is not floating-point with
+            16 bits or more.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -80,13 +80,6 @@ def check_tensors(name: str, folder: Path, weight_map: Mapping[str, str], config
         needed.pop(HEAD, None)
     found = {tensor: file for tensor, file in weight_map.items() if tensor in needed}
     unknown = sorted(weight_map.keys() - found.keys())
-    for tensor in unknown:
-        # Prefixed or not, and by the names of transformers' modules: it takes all of these.
-        for other in (tensor, f"model.{tensor}", tensor.removeprefix("model.")):
-            if other in known or other in needed:
-                raise UserError(
-                    f"{name}: transformers loads {tensor} as {other}; save the model again with its save_pretrained"
-                )
     for tensor, dtype, given in read_headers(folder, found):
         where, shape = found[tensor], needed.pop(tensor)
         if dtype not in FLOATS:
@@ -125,20 +118,7 @@ def empty_model(config: Any, name: str) -> Any:
         with torch.device("meta"), no_init_weights():
             return AutoModelForCausalLM._model_mapping[type(config)](config)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{name}: its {CONFIG} makes no model ({why_no_model(error, config.to_dict())})") from error
-
-
-def why_no_model(error: Exception, fields: Mapping[str, Any]) -> str:
-    """Why transformers makes no model of a config with these fields; for a failed lookup, the field with that value."""
-    said = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
-    if not isinstance(error, KeyError) or " " in said:
-        return said
-    for name, value in fields.items():
-        inner = value.items() if isinstance(value, Mapping) else ()
-        for place, given in ((name, value), *((f"{name}.{key}", entry) for key, entry in inner)):
-            if isinstance(given, str) and given == said:
-                return f"{place}={given!r} is not known"
-    return f"KeyError: {said!r}"
+        raise UserError(f"{name}: its {CONFIG} makes no model ({reason(error)})") from error
 
 
 def is_tied(folder: Path, weight_map: Mapping[str, str], asked: bool) -> bool:
@@ -149,7 +129,6 @@ def is_tied(folder: Path, weight_map: Mapping[str, str], asked: bool) -> bool:
         weight_map: tensor's name -> file's name.
         asked: what the config says (`tie_word_embeddings`).
     """
-    import torch
     from safetensors import safe_open
 
     if not asked or not {EMBEDDING, HEAD} <= weight_map.keys():
@@ -162,14 +141,7 @@ def is_tied(folder: Path, weight_map: Mapping[str, str], asked: bool) -> bool:
         if embedding.get_shape() != head.get_shape():
             return False
         rows = range(0, embedding.get_shape()[0], 4096)  # in parts, to save memory
-        return all(torch.equal(*_promoted(embedding[at : at + 4096], head[at : at + 4096])) for at in rows)
-
-
-def _promoted(one: "torch.Tensor", other: "torch.Tensor") -> tuple["torch.Tensor", "torch.Tensor"]:
-    import torch
-
-    dtype = torch.promote_types(one.dtype, other.dtype)
-    return one.to(dtype), other.to(dtype)
+        return all(bool((embedding[at : at + 4096] == head[at : at + 4096]).all()) for at in rows)
 
 
 def tensor_dtypes(folder: Path, weight_map: Mapping[str, str]) -> dict[str, "torch.dtype"]:

@@ -10,14 +10,13 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
 from moh_llm.data.tokenizer import TextTokenizer, open_tokenizer
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, reason
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.reading import read_yaml
 from moh_llm.records.identity import hash_model
 from moh_llm.records.seal import write_seal
-from moh_llm.records.tensors import why_no_model
 
 # Without these a file would silently describe a model of another size.
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -60,8 +59,7 @@ def read_architecture(path: Path) -> MoHLlamaConfig:
         with torch.device("meta"):
             MoHLlamaForCausalLM(config)
     except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError, StrictDataclassError) as error:
-        reason = why_no_model(error, values).rsplit("Error: ", 1)[-1]
-        raise UserError(f"{path} makes no model: {reason}") from error
+        raise UserError(f"{path} makes no model: {reason(error).rsplit('Error: ', 1)[-1]}") from error
     return config
 
 

@@ -254,7 +254,7 @@ class _Training:
         del self.checkpoints, self.networks  # memory for the model that is scored
         accelerator.wait_for_everyone()
         accelerator.free_memory()
-        tokens, files, made, scores = config.max_steps * config.tokens_per_step, {}, None, None
+        files, made, scores = {}, None, None
         if accelerator.is_main_process:
             last = checkpoint_folder(run.checkpoints, config.max_steps)
             save_network(config, last, self.tokenizer, run.model, self.start, config.max_steps)
@@ -262,6 +262,6 @@ class _Training:
             files.pop(SEAL)  # it covers the card, which is written when the run is finished
             scores = score_saved(config, run.model, accelerator.device, self.held_out, self.reference)
             self.say(f"{run.model}: {held_out_scores(scores)}")
+            tokens = config.max_steps * config.tokens_per_step
             self.say(f"{config.max_steps} steps, {tokens:,} tokens, {self.seconds:.0f} s of training")
-        facts = {"steps": config.max_steps, "tokens": tokens, "seconds": round(self.seconds, 3), "data_read": receipt}
-        run.finish(files, **facts, made=made, evaluation=scores)
+        run.finish(files, seconds=round(self.seconds, 3), data_read=receipt, made=made, evaluation=scores)

@@ -11,7 +11,7 @@ from transformers.initialization import no_init_weights
 
 from moh_llm.conversion.base import moh_fields
 from moh_llm.data.tokenizer import open_tokenizer
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, reason
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.records.model import licence_texts, read_config, read_weight_map
 from moh_llm.records.tensors import (
@@ -21,7 +21,6 @@ from moh_llm.records.tensors import (
     is_fallback_weight,
     is_routing_weight,
     is_tied,
-    why_no_model,
 )
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.reference import Reference
@@ -32,8 +31,7 @@ def read_network_config(folder: Path) -> MoHLlamaConfig:
     try:
         config = MoHLlamaConfig.from_pretrained(folder)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        reason = why_no_model(error, read_config(Path(folder)))
-        raise UserError(f"{Path(folder) / 'config.json'} cannot be used: {reason}") from error
+        raise UserError(f"{Path(folder) / 'config.json'} cannot be used: {reason(error)}") from error
     empty_model(config, str(folder))
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     config._attn_implementation = None  # the default

@@ -186,12 +186,7 @@ def test_long_contexts_have_figures_by_position(converted: Path) -> None:
     assert "| 2048 | 6,144 | 0.0125 |" in found and "| copying | 120 | 96 | 48 |" in found
 
 
-def test_files_of_one_name_are_told_apart(converted: Path) -> None:
-    conversion = json.loads((converted / "conversion.json").read_text())
-    read = {"tokens": 512, "tokens_of_source": {"/data/en/x.jsonl": 384, "/data/de/x.jsonl": 128}}
-    change(converted / "conversion.json", calibration=conversion["calibration"] | read)
-    text = check_card(build_card(converted, NAME))["Text it was converted with"]
-    assert "en/x.jsonl (75.00%), de/x.jsonl (25.00%)" in text and "/data" not in text
+def test_text_that_was_not_read_is_not_told(converted: Path) -> None:
     change(converted / "conversion.json", verification=None, calibration=None, parameters=None)
     sections = check_card(build_card(converted, NAME))
     assert "**Not proven: the record of the conversion has no verification" in sections["Conversion proof"]
@@ -234,8 +229,8 @@ def test_hostile_names_stay_text(tuned: Path, tmp_path: Path) -> None:
     conversion = json.loads((tuned / "conversion.json").read_text())
     change(
         tuned / "conversion.json",
-        base={"name": EVIL, "revision": None, "fingerprint": EVIL},
-        calibration=conversion["calibration"] | {"mixture": EVIL, "tokens_of_source": {EVIL: 9}},
+        base={"name": EVIL, "revision": None, "dense_sha256": EVIL},
+        calibration=conversion["calibration"] | {"tokens_of_source": {EVIL: 9}},
         plan=conversion["plan"] | {"preset": EVIL},
         moh_llm=EVIL,
     )
