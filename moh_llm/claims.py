@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moh_llm.intervals import show_documents, show_figure
-from moh_llm.records.conversion import REFERENCES, Conversion, Parameters, Verification, distinct_ends
+from moh_llm.records.conversion import REFERENCES, Conversion, Parameters, Verification, last_component
 from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Share
 from moh_llm.records.run import Scores
 
@@ -39,8 +39,7 @@ def calibration_text(conversion: Conversion) -> str:
     if calibration is None:
         return "The conversion fitted nothing to text."
     read, total = calibration.tokens_of_source, max(1, calibration.tokens)
-    names = distinct_ends(list(read))
-    parts = [f"{name} ({count / total:.2%})" for name, count in zip(names, read.values(), strict=True)]
+    parts = [f"{last_component(name)} ({count / total:.2%})" for name, count in read.items()]
     return f"The conversion was fitted to {calibration.tokens:,} tokens from: {', '.join(parts)}."
 
 

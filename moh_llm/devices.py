@@ -1,19 +1,16 @@
-"""Device, compute dtype and memory of the machine, and the processes that a launcher started."""
+"""Device and compute dtype of the machine, and the processes that a launcher started."""
 
 import functools
 import os
 import platform
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from moh_llm.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-
-
-_GIB = 1 << 30
 
 
 def choose_device(name: str | None = None) -> "torch.device":
@@ -97,9 +94,6 @@ def wide(tensor: "torch.Tensor") -> "torch.Tensor":
 # ---- compute dtype
 
 COMPUTE_DTYPE = "MOH_LLM_COMPUTE_DTYPE"  # environment variable that replaces "auto"
-_ROWS, _WIDTH = 128, 512  # initial size of the timed products
-_MOST_ROWS = 1 << 16
-_LEAST_SECONDS = 0.004  # shorter float32 products would mostly measure the start of threads and kernels
 _FASTER = 0.8  # bfloat16 is chosen if it takes less than this share of float32's time
 
 
@@ -128,101 +122,65 @@ def compute_dtype(device: "torch.device", asked: str = "auto") -> "torch.dtype":
 
 @functools.cache
 def computes_bfloat16_fast(device: "torch.device") -> bool:
-    """Time whether a linear layer, forward and backward, is faster in bfloat16 than in float32.
+    """Whether products of matrices are faster in bfloat16 than in float32.
 
-    CPUs without bfloat16 instructions, and older GPUs, emulate bfloat16 and take up to 36 times as long. The test takes
-    at most about half a second.
+    CUDA says whether the GPU has bfloat16. CPUs without bfloat16 instructions emulate it and take up to 36 times as
+    long, and no function of torch tells all of them, so that a product is timed.
     """
     import torch
 
-    rows = _ROWS
-    while rows < _MOST_ROWS and _product_seconds(device, rows, (torch.float32,))[0] < _LEAST_SECONDS:
-        rows *= 2
-    try:
-        seconds = _product_seconds(device, rows, (torch.float32, torch.bfloat16))
-    except (RuntimeError, TypeError):  # the backend does not support the dtype
-        return False
-    return seconds[1] < _FASTER * seconds[0]
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu":
+        return True
+    return _product_seconds(torch.bfloat16) < _FASTER * _product_seconds(torch.float32)
 
 
-def _product_seconds(device: "torch.device", rows: int, dtypes: "tuple[torch.dtype, ...]") -> list[float]:
-    """The best time of the three products of a linear layer, per dtype, in seconds; the first round is a warm-up."""
+def _product_seconds(dtype: "torch.dtype") -> float:
+    """The best of three times of a product on the CPU; the first one is a warm-up."""
     import torch
 
-    best = [float("inf")] * len(dtypes)
-    shapes = (rows, _WIDTH), (_WIDTH, _WIDTH), (rows, _WIDTH)
-    operands = [[torch.ones(shape, device=device, dtype=dtype) for shape in shapes] for dtype in dtypes]
-    for number in range(4):
-        for place, (states, weight, gradient) in enumerate(operands):
-            synchronize(device)
-            started = time.perf_counter()
-            _ = states @ weight.T, gradient @ weight, gradient.T @ states
-            synchronize(device)
-            if number:
-                best[place] = min(best[place], time.perf_counter() - started)
-    return best
-
-
-# ---- memory
-
-
-def memory_bytes() -> int:
-    """Memory of the machine in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def check_memory(needed: int, what: str, way_out: str) -> None:
-    """Raise UserError if ``what`` needs more bytes than the machine has."""
-    available = memory_bytes()
-    if needed > available:
-        raise UserError(
-            f"{what} needs about {needed / _GIB:,.0f} GiB of memory, but there are {available / _GIB:,.1f}; {way_out}"
-        )
+    states, weight = torch.ones(2048, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+    seconds = []
+    for _ in range(4):
+        started = time.perf_counter()
+        _ = states @ weight.T
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])
 
 
 # ---- launchers: several processes that are not connected would each do the whole job in the same folder
 
-# Variables of srun and MPI launchers: number of processes -> rank. SLURM_NTASKS is not among them, because it is also
-# set in batch scripts and interactive allocations, where a single process runs.
-_STARTERS = {
-    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
-    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
-    "PMI_SIZE": "PMI_RANK",
-}
-_WAY_OUT = "start them with accelerate launch or torchrun, once on each machine (recipes/launch)"
+# Variables of srun and MPI launchers: the number of processes. SLURM_NTASKS is not among them, because it is also set
+# in batch scripts and interactive allocations, where a single process runs.
+_STARTED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def world_size() -> int:
     """Number of processes of this job, as set by accelerate launch or torchrun; 1 without such a launcher.
 
     Raises:
-        UserError: another launcher started several processes that are not connected, or variables are missing.
+        UserError: another launcher started several processes that are not connected.
     """
     if "WORLD_SIZE" in os.environ:
-        started = max(1, _number("WORLD_SIZE"))
-        if started > 1 and (absent := [name for name in ("RANK", "MASTER_ADDR") if name not in os.environ]):
-            _refuse(
-                "RANK", f"WORLD_SIZE={started}, but {' and '.join(absent)} are not set, so the processes cannot connect"
-            )
-        return started
-    for count, rank in _STARTERS.items():
-        if (started := _number(count)) > 1:
-            _refuse(rank, f"{count}={started}: {started} processes were started that are not connected")
+        return max(1, _number("WORLD_SIZE"))
+    for name in _STARTED:
+        if _number(name) > 1:
+            _refuse(f"{name}={_number(name)}: {_number(name)} processes were started that are not connected")
     return 1
 
 
 def check_group(size: int) -> None:
     """Raise UserError if the number of connected processes, ``size``, differs from `world_size`."""
     if size != (started := world_size()):
-        what = f"form a group of {size}" if size > 1 else "are not connected"
-        _refuse("RANK", f"WORLD_SIZE={started}: {started} processes were started, and they {what}")
+        _refuse(f"WORLD_SIZE={started}: {started} processes were started, and {size} of them are connected")
 
 
-def _refuse(rank: str, what: str) -> None:
-    """Raise UserError on the first process; end the others silently."""
-    if _number(rank) > 0:
+def _refuse(what: str) -> NoReturn:
+    """Raise UserError; the processes other than the first of a job end silently."""
+    if _number("RANK") > 0:
         raise SystemExit(2)
-    raise UserError(f"{what}; {_WAY_OUT}, or unset the variable to run one process alone")
+    raise UserError(f"{what}; start them with accelerate launch or torchrun, once on each machine (recipes/launch)")
 
 
 def _number(name: str) -> int:

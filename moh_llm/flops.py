@@ -45,34 +45,29 @@ def forward_parts(config: MoHLlamaConfig, length: int, dense: bool = False) -> d
     )
 
 
-def fallback_keys(config: MoHLlamaConfig, length: int, start: int = 0) -> float:
-    """Keys that a head that is off reads in a sequence, from position `start` on, over those of a head that is on.
+def fallback_keys(config: MoHLlamaConfig, length: int) -> float:
+    """Keys that a head that is off reads in a sequence, over those of a head that is on.
 
     At the first tokens of a document, which have all heads on, it reads all keys.
     """
     if config.head_fallback != "local":
         return 0
-    return local_keys(length, config.local_window + config.local_sinks, config.all_heads_until, start)
+    return local_keys(length, config.local_window + config.local_sinks, config.all_heads_until)
 
 
-def local_keys(length: int, seen: int, until: int = 0, start: int = 0) -> float:
-    """Keys that local attention to `seen` tokens reads in a sequence, from `start` on, over causal attention's.
+def local_keys(length: int, seen: int, until: int = 0) -> float:
+    """Keys that local attention to `seen` tokens reads in a sequence, over those of causal attention.
 
     The first `until` tokens read all keys.
     """
-
-    def keys(most: int, upto: int) -> int:
-        """Keys that positions below `upto` read, `most` at most from `until` on."""
-        whole = min(max(most, until), upto)
-        return whole * (whole + 1) // 2 + (upto - whole) * most
-
-    return (keys(seen, length) - keys(seen, start)) / (keys(length, length) - keys(length, start))
+    whole = min(max(seen, until), length)
+    return (whole * (whole + 1) + 2 * (length - whole) * seen) / (length * (length + 1))
 
 
-def keys_read(config: MoHLlamaConfig, length: int, start: int = 0) -> float:
-    """Share of the keys that dense attention reads in a sequence of `length` tokens, from position `start` on."""
+def keys_read(config: MoHLlamaConfig, length: int) -> float:
+    """Share of the keys that dense attention reads in a sequence of `length` tokens."""
     on = sum(config.active_heads_per_layer) / (config.num_attention_heads * config.num_hidden_layers)
-    return on + (1 - on) * fallback_keys(config, length, start)
+    return on + (1 - on) * fallback_keys(config, length)
 
 
 def _parts(

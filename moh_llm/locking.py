@@ -5,14 +5,13 @@
 
 In a distributed job only the first process takes the lock; if it is refused, all processes end.
 
-The lock is a file beside the folder, ``.NAME.lock``, so that the folder can be replaced as a whole. It holds the
-writer's process id and host for the error message. The file is removed when the writer ends; one that a killed writer
-left has no effect. On file systems without locks, filelock falls back to the existence of the file.
+The lock is a file beside the folder, ``.NAME.lock``, so that the folder can be replaced as a whole. It is removed when
+the writer ends; one that a killed writer left has no effect. On file systems without locks, filelock falls back to the
+existence of the file.
 """
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def lock_folder(output: Path, wait: bool = False) -> Iterator[None]:
         wait: wait for another writer instead of raising.
 
     Raises:
-        UserError: another process holds the lock (its id and host are named), or no lock file can be made.
+        UserError: another process holds the lock, or no lock file can be made.
     """
     path = _lock_path(Path(os.path.realpath(output)))
     lock = FileLock(path, is_singleton=True)
@@ -40,19 +39,16 @@ def lock_folder(output: Path, wait: bool = False) -> Iterator[None]:
         lock.acquire(timeout=-1 if wait else 0)
     except Timeout as error:
         raise UserError(
-            f"{output} is being written by {_holder(path)}; wait for it to end, or name another output"
+            f"{output} is being written by another process; wait for it to end, or name another output"
         ) from error
     except (OSError, NotImplementedError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(
-            f"cannot write {output}: its lock {path} cannot be made ({reason}); name another place"
+            f"cannot write {output}: its lock {path} cannot be made ({error}); name another place"
         ) from error
-    informed = False
     try:
-        informed = lock.lock_counter == 1 and _inform(path)
         yield
     finally:
-        if informed:
+        if lock.lock_counter == 1 and type(lock) is FileLock:  # the fallback removes its file itself
             # Before the release: a process that has the file open then finds it unlinked and tries again.
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -66,20 +62,3 @@ def _lock_path(output: Path) -> Path:
     if output.is_dir() and not os.access(beside.parent, os.W_OK):
         return output / INSIDE
     return beside
-
-
-def _inform(path: Path) -> bool:
-    """Write who holds the lock into the file, unless filelock itself uses the content."""
-    with contextlib.suppress(OSError, ValueError):
-        left = path.read_text(encoding="utf-8")  # empty, or written by a killed process
-        if not left or left.startswith("process "):
-            path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
-            return True
-    return False
-
-
-def _holder(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8") or "another process"
-    except (OSError, ValueError):
-        return "another process"

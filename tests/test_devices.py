@@ -32,65 +32,27 @@ def test_a_process_of_several_has_an_accelerator_of_its_own(monkeypatch: pytest.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    assert choose_device() == torch.device("meta")
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert own_device() == torch.device("meta", 3)
-    monkeypatch.setenv("LOCAL_RANK", "4")  # refused elsewhere
-    assert own_device() == torch.device("meta")
 
 
-# ---- compute dtype
-
-
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float] | type[Exception]], None]:
-    """`timed([1.0, 0.5])`: the seconds that float32 and bfloat16 take, or what the backend raises."""
+@pytest.mark.parametrize(("factor", "dtype"), [(0.5, torch.bfloat16), (0.95, torch.float32)])
+def test_auto_is_bfloat16_where_its_products_are_fast(monkeypatch: pytest.MonkeyPatch, factor, dtype) -> None:
     monkeypatch.delenv(COMPUTE_DTYPE)
-
-    def set_up(outcome: list[float] | type[Exception]) -> None:
-        def seconds(device: torch.device, rows: int, dtypes: tuple[torch.dtype, ...]) -> list[float]:
-            if dtypes == (torch.float32,):
-                return [rows * 1e-6]  # of many cores
-            assert dtypes == (torch.float32, torch.bfloat16) and rows * 1e-6 >= devices._LEAST_SECONDS
-            if isinstance(outcome, list):
-                return outcome
-            raise outcome("the backend lacks bfloat16")
-
-        computes_bfloat16_fast.cache_clear()
-        monkeypatch.setattr(devices, "_product_seconds", seconds)
-
-    yield set_up
     computes_bfloat16_fast.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("outcome", "dtype"),
-    [
-        ([1.0, 0.5], torch.bfloat16),
-        ([1.0, 0.95], torch.float32),  # not worth its rounding
-        (RuntimeError, torch.float32),
-    ],
-)
-def test_auto_is_bfloat16_where_its_products_are_fast(timed, outcome, dtype) -> None:
-    timed(outcome)
-    assert compute_dtype(torch.device("meta")) == compute_dtype(torch.device("meta"), "auto") == dtype
-    assert compute_dtype(torch.device("meta"), "float16") == torch.float16
-
-
-def test_a_real_product_is_timed() -> None:
-    seconds = devices._product_seconds(torch.device("cpu"), 128, (torch.float32, torch.bfloat16))
-    assert len(seconds) == 2 and all(0 < value < 60 for value in seconds)
-
-
-def test_the_environment_says_what_auto_is(timed, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed([1.0, 0.5])
-    for asked, dtype in (("float32", torch.float32), ("float16", torch.float16), ("", torch.bfloat16)):
+    seconds = {torch.float32: 1.0, torch.bfloat16: factor}
+    monkeypatch.setattr(devices, "_product_seconds", seconds.__getitem__)
+    cpu = torch.device("cpu")
+    assert compute_dtype(cpu) == dtype and compute_dtype(cpu, "float16") == torch.float16
+    for asked, chosen in (("float32", torch.float32), ("float16", torch.float16), ("", dtype)):
         monkeypatch.setenv(COMPUTE_DTYPE, asked)
-        assert compute_dtype(torch.device("cpu")) == dtype
-        assert compute_dtype(torch.device("cpu"), "bfloat16") == torch.bfloat16
+        assert compute_dtype(cpu) == chosen and compute_dtype(cpu, "bfloat16") == torch.bfloat16
     monkeypatch.setenv(COMPUTE_DTYPE, "int8")
     with pytest.raises(UserError, match=r"^MOH_LLM_COMPUTE_DTYPE=int8 must be auto, bfloat16, float16 or float32$"):
-        compute_dtype(torch.device("cpu"))
+        compute_dtype(cpu)
+    monkeypatch.undo()
+    computes_bfloat16_fast.cache_clear()
+    assert 0 < devices._product_seconds(torch.float32) < 60
 
 
 def test_what_a_gpu_lacks_is_computed_on_the_cpu() -> None:
@@ -102,7 +64,7 @@ def test_what_a_gpu_lacks_is_computed_on_the_cpu() -> None:
 # ---- processes
 
 LAUNCHED = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
-LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", *LAUNCHED)
+LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", *LAUNCHED)
 
 
 @pytest.fixture
@@ -122,11 +84,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     ("variables", "size"),
     [
         ({}, 1),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, 1),  # in the script of a batch job
-        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, 1),  # srun --ntasks 1
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, 1),  # srun --ntasks 1 in the script of a batch job
         (LAUNCHED, 2),
-        (LAUNCHED | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, 2),  # a launcher on each of four nodes
-        (LAUNCHED | {"WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "4"}, 1),
+        (LAUNCHED | {"SLURM_STEP_NUM_TASKS": "4"}, 2),  # a launcher on each of four nodes
     ],
 )
 def test_the_size_of_a_job(launched, variables, size):
@@ -140,14 +100,12 @@ def test_the_size_of_a_job(launched, variables, size):
     [
         ({"SLURM_STEP_NUM_TASKS": "4"}, 1, "SLURM_STEP_NUM_TASKS=4: 4 processes .* are not connected"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, "OMPI_COMM_WORLD_SIZE=2: 2 processes"),
-        (LAUNCHED, 1, "WORLD_SIZE=2: 2 processes were started, and they are not connected"),
-        (LAUNCHED | {"WORLD_SIZE": "4"}, 2, "WORLD_SIZE=4: 4 processes were started, and they form a group of 2"),
-        ({"WORLD_SIZE": "2"}, 2, "WORLD_SIZE=2, but RANK and MASTER_ADDR are not set"),
+        (LAUNCHED | {"WORLD_SIZE": "4"}, 2, "WORLD_SIZE=4: 4 processes were started, and 2 of them are connected"),
     ],
 )
 def test_a_group_that_is_not_what_was_started(launched, variables, group, message):
     launched(**variables)
-    with pytest.raises(UserError, match=f"{message}.*accelerate launch or torchrun.*or unset the variable"):
+    with pytest.raises(UserError, match=f"{message}.*accelerate launch or torchrun"):
         check_group(group)
 
 

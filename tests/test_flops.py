@@ -54,14 +54,13 @@ def test_hand_counted_sums():
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(5, 2), (60, 4)])
-@pytest.mark.parametrize("start", [0, 17])
 @pytest.mark.parametrize("until", [0, 20])
-def test_keys_read_are_those_of_a_loop(window, sinks, start, until):
+def test_keys_read_are_those_of_a_loop(window, sinks, until):
     sizes = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2, "num_key_value_heads": 3}
     plan = {"num_shared_heads": [2, 0], "num_active_heads": [2, 1], "router_type": "linear"}
     seen = {"local_window": window, "local_sinks": sinks, "local_start": until}
     local = MoHLlamaConfig(**sizes, **plan, head_fallback="local", **seen)
-    on = [position + 1 for position in range(start, 40)]
-    off = [position + 1 if position < until else min(position + 1, window + sinks) for position in range(start, 40)]
-    assert keys_read(local, 40, start) == pytest.approx((3 * sum(on) + 3 * sum(off)) / (6 * sum(on)))
-    assert keys_read(MoHLlamaConfig(**sizes, **plan, head_fallback="value"), 40, start) == pytest.approx(0.5)
+    on = [position + 1 for position in range(40)]
+    off = [position + 1 if position < until else min(position + 1, window + sinks) for position in range(40)]
+    assert keys_read(local, 40) == pytest.approx((3 * sum(on) + 3 * sum(off)) / (6 * sum(on)))
+    assert keys_read(MoHLlamaConfig(**sizes, **plan, head_fallback="value"), 40) == pytest.approx(0.5)

@@ -55,13 +55,13 @@ def assert_free(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, check=True)
 
 
-def test_a_second_writer_is_refused_by_the_firsts_name(tmp_path):
+def test_a_second_writer_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "out")
-    with holder(tmp_path / "out") as first:
+    with holder(tmp_path / "out"):
         for name in ("out", "link"):
             with pytest.raises(UserError) as refused, lock_folder(tmp_path / name):
                 pytest.fail("two writers")
-            assert f"{name} is being written by process {first.pid} on {socket.gethostname()};" in str(refused.value)
+            assert f"{name} is being written by another process;" in str(refused.value)
         with lock_folder(tmp_path / "other"):
             pass
 
@@ -181,10 +181,10 @@ def test_each_command_is_refused_while_another_process_writes(name, inputs, run,
         "export": ["checkpoint", "export", str(run / "checkpoints" / "step-000002"), "--output", str(output)],
         **commands(inputs, river, output),
     }[name]
-    with holder(output) as first:
+    with holder(output):
         assert main(command) == 2
         error = capsys.readouterr().err.splitlines()[-1]
-        assert f"out is being written by process {first.pid} on {socket.gethostname()}; wait for it" in error
+        assert "out is being written by another process; wait for it" in error
         if name != "publish":
             assert not output.exists()
     if name in ("init", "tokenize", "export"):  # when the other process has ended
@@ -210,7 +210,7 @@ def test_a_refused_job_ends_on_all_its_processes(inputs, river, tmp_path):
         port = str(free.getsockname()[1])
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with holder(tmp_path / "out") as first:
+    with holder(tmp_path / "out"):
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
         job = [forks.Program(["-m", "moh_llm.cli", *command], tmp_path, environment | rank) for rank in ranks]
         try:
@@ -218,7 +218,7 @@ def test_a_refused_job_ends_on_all_its_processes(inputs, river, tmp_path):
         finally:
             for process in job:
                 process.kill()
-    assert f"is being written by process {first.pid} on " in job[0].stderr
+    assert "is being written by another process" in job[0].stderr
     assert "error" not in job[1].stderr
     assert not (tmp_path / "out").exists()
 

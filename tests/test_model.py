@@ -8,7 +8,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from moh_llm.errors import UserError
-from moh_llm.records.identity import hash_weights, identify
+from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.identity import hash_plan, hash_weights, identify
 from moh_llm.records.model import may_be_hub_id, read_weight_map
 
 
@@ -68,3 +69,14 @@ def test_hashes_follow_tensors_and_identities_their_settings(make_llama, tmp_pat
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     assert identify(str(other)).weights != identify(str(whole)).weights
     assert hash_weights(other).routing == hash_weights(whole).routing
+
+
+@pytest.mark.parametrize(
+    "other", [{"num_active_heads": [3, 4]}, {"router_type": "linear"}, {"local_window": 12}, {"rms_norm_eps": 1e-3}]
+)
+def test_the_plan_tells_models_of_the_same_weights_apart(tmp_path, other):
+    fields = {"num_attention_heads": 4, "num_hidden_layers": 2, "num_shared_heads": 1, "num_active_heads": 3}
+    fields |= {"router_type": "threshold", "head_fallback": "local", "local_window": 8}
+    for name, more in (("one", {}), ("same", {"num_active_heads": [3, 3]}), ("other", other)):
+        MoHLlamaConfig(**(fields | more)).save_pretrained(tmp_path / name)
+    assert hash_plan(tmp_path / "one") == hash_plan(tmp_path / "same") != hash_plan(tmp_path / "other")

@@ -61,8 +61,9 @@ def _check_fields(fields: dict[str, Any], where: str) -> None:
     """Raise UserError for what transformers would meet with a traceback, hours of work, or a wrong model."""
     for name in _COUNTS:
         value = fields.get(name)
-        if value is not None and (type(value) is not int or not 0 < value < 1 << 40):
-            raise UserError(f"{where} has {name} = {value!r}, which must be a whole number above 0")
+        most = 10_000 if name == "num_hidden_layers" else 1 << 40  # each layer is built, without its weights
+        if value is not None and (type(value) is not int or not 0 < value <= most):
+            raise UserError(f"{where} has {name} = {value!r}, which must be a whole number from 1 to {most:,}")
     for name in ("rms_norm_eps", "rope_theta"):
         value = fields.get(name)
         if value is not None and (type(value) not in (int, float) or not 0 < value < float("inf")):

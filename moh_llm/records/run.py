@@ -2,8 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
-from typing_extensions import Self
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from moh_llm.records.base import Record
 from moh_llm.records.conversion import ReferenceKind
@@ -127,12 +126,6 @@ class LogLine(Record):
     tokens_of_source: dict[str, int] | None = None
     validation: Scores | None = None
     routing: Routing | None = None
-
-    @model_validator(mode="after")
-    def _check_loss(self) -> Self:
-        if self.loss is None and self.dropped is None and "loss" in self.model_fields_set:
-            raise ValueError("a step without a loss must say why it was dropped")
-        return self
 
 
 class CheckpointRecord(Record):

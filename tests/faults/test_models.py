@@ -53,7 +53,6 @@ def edit(path: Path, **fields: Any) -> None:
         ("num_key_value_heads", 3),
         ("num_hidden_layers", 10**7),
         ("hidden_size", "32"),
-        ("max_position_embeddings", -1),
         ("rms_norm_eps", float("nan")),
         ("rope_theta", float("inf")),
         ("dtype", "float7"),

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from recount import conversion, costs, evaluation, hashes, network, run_record
+from moh_llm.records.identity import hash_weights
+from recount import conversion, costs, run_record
 from recount.evaluation import Evaluation
 from recount.leaves import TIME, Near
 from recount.models import CONTEXT, SEQUENCE
@@ -43,7 +44,7 @@ class Facts:
         known["config"] = found.read("run", "model", "config.json")
         if self.tuned:
             known |= {"run": run_record.expected_run(found), "log": found.log}
-            known["evaluation"] = evaluation.expected_report(self.found)
+            known["evaluation"] = found.read("report", "report.json")
         return known
 
     def at(self, path: str) -> Any:
@@ -62,10 +63,14 @@ class Facts:
         """First tokens of a document that have all heads on, if there are any."""
         return [number] if (number := costs.all_heads_until(self.records["config"])) else []
 
+    @property
+    def tokens(self) -> int:
+        """Training tokens of the run."""
+        return self.records["log"][-1]["tokens"]
+
     @cached_property
     def dense_kept(self) -> bool:
-        converted, tuned = (hashes.weight_hashes(folder) for folder in (self.found.converted, self.found.tuned))
-        return converted["dense"] == tuned["dense"]
+        return hash_weights(self.found.converted).dense == hash_weights(self.found.tuned).dense
 
 
 _PROOF, _SAVED = "conversion.verification", "run.evaluation"
@@ -82,8 +87,7 @@ def _planned(facts: Facts) -> float:
 
 
 def _read(facts: Facts) -> Expected:
-    loads = network.head_load(facts.found.proof.passes)
-    return _on(sum(map(sum, loads)) / len(loads))
+    return _on(conversion.heads_read(facts.found.proof.passes))
 
 
 def _read_in_training(facts: Facts) -> Expected:
@@ -101,7 +105,7 @@ def _perplexity_ratio(facts: Facts) -> Expected:
         ratio, *ends = facts.take(f"{_PROOF}.converted", "perplexity_ratio", "ratio_interval")
         return [ratio, facts.at(f"{_PROOF}.held_out_documents"), *ends]
     perplexity, reference, documents = facts.take(_SAVED, "perplexity", "reference_perplexity", "documents")
-    return [facts.at("run.tokens"), perplexity / reference, documents, *facts.take(_SAVED, "ratio_interval")]
+    return [facts.tokens, perplexity / reference, documents, *facts.take(_SAVED, "ratio_interval")]
 
 
 def _after_training(facts: Facts) -> Expected:
@@ -109,9 +113,7 @@ def _after_training(facts: Facts) -> Expected:
 
 
 def _fitted(facts: Facts) -> Expected:
-    calibration = facts.records["conversion"].get("calibration")
-    if calibration is None:
-        return None
+    calibration = facts.records["conversion"]["calibration"]
     tokens = calibration["tokens"]
     return [tokens, *(100 * count / tokens for count in calibration["tokens_of_source"].values())]
 
@@ -190,9 +192,9 @@ SAID: dict[str, Callable[[Facts], Expected]] = {
         _PROOF, "held_out_tokens", "held_out_documents", "base_perplexity"
     ),
     "Not proven": lambda facts: None,
-    "training tokens in all": _only(True, lambda facts: [facts.at("run.tokens")]),
+    "training tokens in all": _only(True, lambda facts: [facts.tokens]),
     "What was done to the weights before": lambda facts: None,
-    "tokens of the mixture recounted": _only(True, lambda facts: [facts.at("run.tokens"), SEQUENCE]),
+    "tokens of the mixture recounted": _only(True, lambda facts: [facts.tokens, SEQUENCE]),
     "No training run is on record": _only(False),
     "none was trained": _only(False),
     "The conversion was fitted to": _fitted,
@@ -204,6 +206,7 @@ SAID: dict[str, Callable[[Facts], Expected]] = {
     "heads are on, as the head plan asks for": lambda facts: [_planned(facts), HEADS, *facts.start],
     "Measured time of a forward pass": _only(True, lambda facts: [TIME]),
     "No time was measured": _only(False),
+    "a local folder (SHA-256 of its weights": lambda facts: [],
     "The faults of its base": lambda facts: [],
     "No training since its conversion": _only(False),
     "The held-out text is from the mixture": _only(True),

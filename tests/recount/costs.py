@@ -1,4 +1,4 @@
-"""Keys that are read and theoretical FLOPs, position by position and head by head."""
+"""What a config says of its heads, and the keys that they read, position by position."""
 
 from typing import Any
 
@@ -40,30 +40,6 @@ def keys_read(config: Config, length: int) -> float:
     return float((share * on + (1 - share) * off).sum() / on.sum())
 
 
-def forward_flops(config: Config, length: int, dense: bool = False) -> float:
-    """Two operations per multiply-add of a forward pass, with the least that the planned heads need.
-
-    Keys and values are computed for all heads. Of a head that is off the scores are skipped; its query, unless the
-    router takes its norm or its local fallback needs it; and its part of the output projection, unless a fallback
-    takes its place, which costs a product with the layer's input and one of a number with a vector.
-    """
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    size, has_fallback = hidden // heads, config["head_fallback"] != "none"
-    keys_on, keys_off = (float(keys.mean()) for keys in keys_of(config, length))
-    macs = float(hidden * config["vocab_size"])  # of one token
-    for layer, active in enumerate(per_layer(config, "num_active_heads")):
-        macs += 2 * config["num_key_value_heads"] * hidden * size + 3 * hidden * config["intermediate_size"]
-        if dense:
-            macs += heads * (2 * hidden * size + 2 * size * keys_on)
-            continue
-        needs_query = config["head_fallback"] == "local" or config["router_type"] == "query_norm"
-        of_on = 2 * hidden * size + 2 * size * keys_on
-        of_off = needs_query * hidden * size + 2 * size * keys_off
-        of_off += has_fallback * (hidden * size + hidden + size)
-        macs += active * of_on + (heads - active) * of_off + router_macs(config, layer)
-    return 2 * length * macs
-
-
 def routed(config: Config, layer: int) -> list[int]:
     """Heads of a layer that its router chooses among."""
     shared = shared_heads(config)[layer]
@@ -76,10 +52,3 @@ def shared_heads(config: Config) -> list[list[int]]:
     if config.get("shared_heads") is not None:
         return config["shared_heads"]
     return [list(range(number)) for number in per_layer(config, "num_shared_heads")]
-
-
-def router_macs(config: Config, layer: int) -> int:
-    """Multiply-adds of a router for one token."""
-    if config["router_type"] == "query_norm":
-        return 0
-    return config["hidden_size"] * len(routed(config, layer))

@@ -1,6 +1,6 @@
 """95 % intervals over documents and items, as docs/evaluation.md and moh_llm's records define them, written anew."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -49,23 +49,3 @@ def of_items(values: np.ndarray, low: float, high: float) -> list[float]:
     more = np.concatenate([values, [low, high]])
     half = student(0.95, len(values) - 1) * np.sqrt(more.var(ddof=1) / len(more))
     return [float(more.mean() - half), float(more.mean() + half)]
-
-
-def of_mean(values: Sequence[float], intervals: Sequence[Sequence[float]]) -> list[float]:
-    """Of the mean of independent values, by the squares of the distances to their ends."""
-    distances = [[(end - value) ** 2 for end in ends] for value, ends in zip(values, intervals, strict=True)]
-    mean, (low, high) = float(np.mean(values)), np.sqrt(np.sum(distances, axis=0)) / len(values)
-    return [mean - float(low), mean + float(high)]
-
-
-def kept(own: dict, base: dict, delta: dict) -> dict[str, object]:
-    """Share in percent of the base's figure, with the ends r where own - r base is as far from 0 as its interval."""
-    if base["value"] <= 0:
-        return {"share": None}
-    m, b = own["value"], base["value"]
-    vm, vb, vd = (((one["interval"][1] - one["interval"][0]) / 2) ** 2 for one in (own, base, delta))
-    both = (vm + vb - vd) / 2
-    if b * b <= vb:
-        return {"share": 100 * m / b, "base_errors": b / base["stderr"] if base["stderr"] else None}
-    ends = np.roots([b * b - vb, -2 * (m * b - both), m * m - vm])
-    return {"share": 100 * m / b, "interval": sorted(100 * float(end.real) for end in ends)}

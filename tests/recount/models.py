@@ -1,4 +1,4 @@
-"""A value, a local and a paper's model, each converted from one base, tuned, evaluated and described by its card."""
+"""Models with value and local fallbacks, converted from one base, tuned, evaluated and described by their cards."""
 
 import json
 import random
@@ -15,7 +15,7 @@ WORDS = ["the", "river", "was", "high", "that", "spring", "and", "boats", "lay",
 CONTEXT = 768  # tokens of calibration and verification
 CALIBRATION_TOKENS, HELDOUT_TOKENS = 3840, 4608
 SEQUENCE, STEPS = 256, 6  # of the training run
-KINDS = ("value", "local", "paper")
+KINDS = ("value", "local")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class Kind:
 MADE = {
     "value": Kind({"num_active_heads": 5, "fallback": "value"}, {}),
     "local": Kind({"num_active_heads": 4, "budgets": "even", "fallback": "local"}, {"freeze_base": True}),
-    "paper": Kind({"preset": "paper"}, {"objective": {"kind": "cross_entropy", "balance_coefficient": 0.02}}),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from recount.text import Window
+from recount.text import Row
 
 
 @dataclass
@@ -84,21 +84,21 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare(model: nn.Module, reference: nn.Module, windows: Iterable[tuple[str, Window]]) -> Comparison:
-    """Run both on windows, each with the name of its source."""
-    sums: dict[tuple[str, int], np.ndarray] = {}
+def compare(model: nn.Module, reference: nn.Module, read: Iterable[Row]) -> Comparison:
+    """Run both on rows of documents."""
+    sums: dict[int, np.ndarray] = {}
     passes: list[Pass] = []
     ties, rows = 0, []
-    for source, window in windows:
-        for document, ids in window.pieces:
+    for row in read:
+        for document, ids in row:
             passes.append(run(model, ids))
             other = run(reference, ids).logits
             found, close = _predictions(passes[-1].logits[:-1], other[:-1], torch.from_numpy(ids)[1:])
             ties += close
             rows += [(place, *values) for place, values in enumerate(found, start=0)]
             if len(found):
-                sums.setdefault((source, document), np.zeros(5))
-                sums[source, document] += found.sum(0)
+                sums.setdefault(document, np.zeros(5))
+                sums[document] += found.sum(0)
     return Comparison(np.array([*sums.values()]), ties, passes, np.array(rows))
 
 

@@ -6,12 +6,12 @@ from cards import check_card
 import moh_llm
 from moh_llm.hub.card import build_card
 from recount.claims import Facts, faults
-from recount.models import SEQUENCE, STEPS
+from recount.models import KINDS, SEQUENCE, STEPS
 
 QUICK = (("value", False), ("local", True))
 STAGES = [
     pytest.param(kind, tuned, marks=[pytest.mark.slow] * ((kind, tuned) not in QUICK))
-    for kind in ("value", "local", "paper")
+    for kind in KINDS
     for tuned in (False, True)
 ]
 

@@ -8,29 +8,29 @@ import numpy as np
 import torch
 from trained import read_checkpoint
 
+from moh_llm.data.stream import SequenceStream
+from moh_llm.data.windows import validation_batches
 from recount import conversion, costs, network
 from recount.conversion import Recount
 from recount.leaves import TIME, Near
 from recount.models import SEQUENCE, STEPS
-from recount.text import Window, sequence_of
+from recount.text import Row, rows_of
 
-# Weight of the load-balance loss: the config's, or the recipe's. Threshold routers have no such loss.
-BETAS = {"value": 0.01, "local": None, "paper": 0.02}
-# Rates of what is trained: the local model's base is frozen, and the paper's routers have no weights.
-RATES = {
-    "value": ["learning_rate", "router_learning_rate"],
-    "local": ["router_learning_rate"],
-    "paper": ["learning_rate"],
-}
+BETAS = {"value": 0.01, "local": None}  # weight of the load-balance loss, which threshold routers do not have
+# Rates of what is trained: the local model's base is frozen.
+RATES = {"value": ["learning_rate", "router_learning_rate"], "local": ["router_learning_rate"]}
 
 
 class Run(Recount):
     """A run's weights at each step, and the text that it reads."""
 
     @cached_property
-    def held_out(self) -> list[tuple[str, Window]]:
-        tokens = self.recipe["evaluation"]["max_tokens"]
-        return conversion.held_out_windows(self.sources, SEQUENCE, tokens)
+    def held_out(self) -> list[Row]:
+        return rows_of(validation_batches(self.sources, SEQUENCE, self.recipe["evaluation"]["max_tokens"], 1))
+
+    @cached_property
+    def stream(self) -> SequenceStream:
+        return SequenceStream(self.sources, SEQUENCE, seed=0)
 
     def model_at(self, step: int) -> torch.nn.Module:
         """The model after so many steps."""
@@ -41,11 +41,12 @@ class Run(Recount):
             assert not model.load_state_dict(weights, strict=False).unexpected_keys
         return model
 
-    def sequences(self, step: int) -> list[tuple[str, Window]]:
+    def sequences(self, step: int) -> list[tuple[str, Row]]:
         """The sequences that a step reads, with the names of their sources."""
-        size, seed = self.recipe["data"]["batch_size"], self.recipe.get("seed", 0)
+        size = self.recipe["data"]["batch_size"]
         numbers = range((step - 1) * size, step * size)
-        return [sequence_of(self.sources, number, SEQUENCE, seed) for number in numbers]
+        names = [self.sources[self.stream.locate(number)[0]].name for number in numbers]
+        return list(zip(names, rows_of([self.stream.batch(numbers[0], size)]), strict=True))
 
     @cached_property
     def scored(self) -> dict[int, network.Comparison]:
@@ -72,34 +73,27 @@ class Run(Recount):
 
 
 def _log(run: Run) -> list[dict[str, Any]]:
-    first = {"step": 0, "validation": in_training(run, 0), "routing": _routing(run, 0)}
+    first = {"step": 0, "validation": scores(run.scored[0]), "routing": _routing(run, 0)}
     lines, read = [first], {source.name: 0 for source in run.sources}
     for step in range(1, STEPS + 1):
         sequences = run.sequences(step)
-        for source, window in sequences:
-            read[source] += len(window.ids)
+        for source, _ in sequences:
+            read[source] += SEQUENCE
         line: dict[str, Any] = {"step": step, "tokens": sum(read.values()), "tokens_of_source": dict(read)}
-        line |= _losses(run, step, [window for _, window in sequences])
+        line |= _losses(run, step, [row for _, row in sequences])
         line |= _rates(run, step) | {"timing": TIME}
         if step in run.scored:
-            line |= {"validation": in_training(run, step), "routing": _routing(run, step)}
+            line |= {"validation": scores(run.scored[step]), "routing": _routing(run, step)}
         lines.append(line)
     return lines
 
 
-def scores(found: network.Comparison, compared: bool = True) -> dict[str, Any]:
-    """A model's scores on held-out text, against the base where it is ``compared`` with it."""
+def scores(found: network.Comparison) -> dict[str, Any]:
+    """A model's scores on held-out text, against the base."""
     figures = conversion.figures(found)
     about = {"tokens": int(found.sums[:, 0].sum()), "documents": len(found.sums)}
-    if not compared:
-        return about | {"perplexity": figures["perplexity"]}
     del figures["perplexity_ratio"]
     return about | figures | {"reference": "base", "reference_perplexity": math.exp(found.means[2])}
-
-
-def in_training(run: Run, step: int) -> dict[str, Any]:
-    """Scores of the model that is trained: without a teacher it is compared with nothing."""
-    return scores(run.scored[step], run.kind != "paper")
 
 
 def _rates(run: Run, step: int) -> dict[str, float]:
@@ -122,16 +116,16 @@ def chosen(run: Run, layer: int, scores: torch.Tensor, active: int) -> torch.Ten
     return torch.zeros_like(scores).scatter(-1, scores.topk(number).indices, 1.0).bool()
 
 
-def _losses(run: Run, step: int, sequences: list[Window]) -> dict[str, Any]:
+def _losses(run: Run, step: int, sequences: list[Row]) -> dict[str, Any]:
     """Losses of a step and the norm of its gradient, by autograd of the model before it."""
     model, heads = run.model_at(step - 1), costs.per_layer(run.config, "num_active_heads")
     for name, weight in model.named_parameters():
         weight.requires_grad_(is_trained(run, name))
     sums = dict.fromkeys(("cross_entropy", "kl", "balance_loss"), torch.zeros(()))
     tokens, on = 0, []
-    for window in sequences:
+    for row in sequences:
         passes = []
-        for _, ids in window.pieces:
+        for _, ids in row:
             own = network.run(model, ids)
             passes.append(own)
             on.append(heads_on(own))
@@ -143,13 +137,11 @@ def _losses(run: Run, step: int, sequences: list[Window]) -> dict[str, Any]:
             sums["kl"] = sums["kl"] + (q.exp() * (q - p)).sum()
         sums["balance_loss"] = sums["balance_loss"] + _balance(run, passes, heads)
     means = {name: total / (len(sequences) if name == "balance_loss" else tokens) for name, total in sums.items()}
-    task = "cross_entropy" if run.kind == "paper" else "kl"
-    loss = means[task] + (BETAS[run.kind] or 0) * means["balance_loss"]
+    loss = means["kl"] + (BETAS[run.kind] or 0) * means["balance_loss"]
     loss.backward()
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
-    left_out = {"kl"} if task != "kl" else set()
-    left_out |= {"balance_loss"} if BETAS[run.kind] is None else set()
+    left_out = {"balance_loss"} if BETAS[run.kind] is None else set()
     return {
         "loss": _rounded(loss),
         **{name: _rounded(mean) for name, mean in means.items() if name not in left_out},
