@@ -206,7 +206,6 @@ SAID: dict[str, Callable[[Facts], Expected]] = {
     "heads are on, as the head plan asks for": lambda facts: [_planned(facts), HEADS, *facts.start],
     "Measured time of a forward pass": _only(True, lambda facts: [TIME]),
     "No time was measured": _only(False),
-    "a local folder (SHA-256 of its weights": lambda facts: [],
     "The faults of its base": lambda facts: [],
     "No training since its conversion": _only(False),
     "The held-out text is from the mixture": _only(True),
@@ -237,7 +236,7 @@ def faults(sections: dict[str, str], facts: Facts) -> Iterator[str]:
 
 
 def _numbers(sentence: str) -> list[str]:
-    return _NUMBER.findall(sentence.replace("95 %", ""))
+    return _NUMBER.findall(re.sub("95 %|`[0-9a-f]{64}`", "", sentence))
 
 
 def _states(sentence: str, expected: list[Any]) -> bool:
