@@ -103,6 +103,13 @@ def test_no_input_and_no_working_folder_is_replaced(tmp_path: Path, monkeypatch:
     check_output_folder(Path("below"), overwrite=False, reads=["base"])
 
 
+def test_nothing_is_written_into_the_folder_of_a_model(tmp_path: Path) -> None:
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(UserError, match="the folder of a model"):
+        check_output_folder(tmp_path / "sub" / "out", overwrite=False)
+
+
 def test_what_a_process_left_is_removed_before_its_parent_has_noticed_its_end(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and still in the list of processes

@@ -1,15 +1,11 @@
 """One writer per output folder, also when writers are killed, and each command that writes one."""
 
 import contextlib
-import os
-import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import forks
 import pytest
 import yaml
 
@@ -23,11 +19,7 @@ import os, sys, time
 from pathlib import Path
 from moh_llm.locking import lock_folder
 with lock_folder(Path(sys.argv[1])):
-    if sys.argv[2:] == ["fork"] and os.fork() == 0:
-        print(os.getpid(), flush=True)
-        time.sleep(600)
-    if sys.argv[2:] != ["fork"]:
-        print("held", flush=True)
+    print("held", flush=True)
     time.sleep(600)
 """
 SIZES = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -84,19 +76,6 @@ def test_a_killed_writers_lock_is_free_at_once(tmp_path):
         with lock_folder(tmp_path / "out"):
             pass
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_killed_writer_forked_does_not_keep_its_lock(tmp_path):
-    """Workers that load data outlive a killed process for some seconds."""
-    with holder(tmp_path / "out", "fork") as first:
-        worker = int(first.said)
-        try:
-            first.kill()
-            first.wait()
-            os.kill(worker, 0)
-            assert_free(tmp_path / "out")
-        finally:
-            os.kill(worker, signal.SIGKILL)
 
 
 def test_waiting_for_another_writer(tmp_path):
@@ -189,38 +168,6 @@ def test_each_command_is_refused_while_another_process_writes(name, inputs, run,
             assert not output.exists()
     if name in ("init", "tokenize", "export"):  # when the other process has ended
         assert main(command) == 0 and output.is_dir()
-
-
-@pytest.mark.parametrize("name", ["convert", "train"])
-def test_no_command_writes_into_the_folder_of_a_model(name, inputs, river, tmp_path, capsys):
-    (tmp_path / "model").mkdir()
-    for file in ("config.json", "model.safetensors"):
-        (tmp_path / "model" / file).write_text("{}")
-    assert main(commands(inputs, river, tmp_path / "model" / "sub" / "out")[name]) == 2
-    assert f"out lies in {tmp_path / 'model'}, the folder of a model" in capsys.readouterr().err
-    assert not (tmp_path / "model" / "sub" / "out").exists()
-
-
-@pytest.mark.slow
-def test_a_refused_job_ends_on_all_its_processes(inputs, river, tmp_path):
-    """Without a launcher that would end the others where one fails."""
-    command = commands(inputs, river, tmp_path / "out")["train"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with holder(tmp_path / "out"):
-        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-        job = [forks.Program(["-m", "moh_llm.cli", *command], tmp_path, environment | rank) for rank in ranks]
-        try:
-            assert [process.wait(120) for process in job] == [2, 2], [process.stderr for process in job]
-        finally:
-            for process in job:
-                process.kill()
-    assert "is being written by another process" in job[0].stderr
-    assert "error" not in job[1].stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(inputs, river, tmp_path, monkeypatch, capsys):

@@ -22,7 +22,6 @@ NETWORKS = "tests/training/test_networks.py"
 CONVERTED = "tests/recount/test_recount.py::test_the_record_of_the_conversion"
 LOG = "tests/recount/test_recount.py::test_the_log_of_the_run"
 RUN = "tests/recount/test_recount.py::test_the_record_of_the_run"
-REPORT = "tests/recount/test_recount.py::test_the_report_of_the_evaluation"
 CLAIMS = "tests/recount/test_recount_claims.py"
 PATCHES = (
     Patch(
@@ -487,7 +486,7 @@ PATCHES = (
         "moh_llm/evaluation/record.py",
         "plan_sha256=result.identity.plan",
         "plan_sha256=None",
-        (f"{REPORT}[local]",),
+        (f"{CLAIMS}::test_claims_state_what_is_so[local-True]",),
     ),
     Patch(
         "how many heads are on is no part of what a model is known by",
@@ -508,6 +507,6 @@ PATCHES = (
         "moh_llm/evaluation/statistics.py",
         "    squares += (low - centre) ** 2 + (high - centre) ** 2\n",
         "    squares += 0.0\n",
-        (f"{REPORT}[local]",),
+        ("tests/evaluation/test_eval_statistics.py::test_intervals_have_a_width_where_no_item_differs",),
     ),
 )

@@ -11,10 +11,9 @@ from typing import Any
 
 from moh_llm.records.identity import hash_weights
 from recount import conversion, costs, run_record
-from recount.evaluation import Evaluation
 from recount.leaves import TIME, Near
 from recount.models import CONTEXT, SEQUENCE
-from recount.prompts import items
+from recount.training import Run
 
 Expected = list[Any] | None  # numbers in the order of the sentence, and words that it has; None: it is not said
 
@@ -34,7 +33,7 @@ class Facts:
         tuned: whether it is the tuned model, with its run and its evaluation, or the converted one with neither.
     """
 
-    found: Evaluation
+    found: Run
     tuned: bool
 
     @cached_property
@@ -137,12 +136,15 @@ def _spread(share: dict[str, Any], zero: int | None = None) -> list[Any]:
 
 def _without_spread(facts: Facts) -> Expected:
     """The benchmarks in which all items have one score."""
-    alike = {
-        name: [label for label, scores in of_models.items() if len(set(scores.tolist())) == 1]
-        for name, of_models in facts.found.scores.items()
-    }
-    named = [f"{name} ({', '.join(labels)})" for name, labels in alike.items() if labels]
+    named = []
+    for row in facts.at("evaluation.benchmarks"):
+        if labels := [label for label, scores in row["scores"].items() if scores["stderr"] == 0]:
+            named.append(f"{row['name']} ({', '.join(labels)})")
     return [0, *named] if named else None
+
+
+def _counts_of_items(facts: Facts) -> Expected:
+    return [100, *(row["items_in_full"] for row in facts.at("evaluation.benchmarks"))]
 
 
 def _all_on_prompts(facts: Facts) -> Expected:
@@ -202,7 +204,7 @@ SAID: dict[str, Callable[[Facts], Expected]] = {
     "All items have the same score": _only(True, _without_spread),
     "In the last layer with a router": _only(True, _all_on_prompts),
     **dict.fromkeys(("NOT COMPARABLE", "FAILED", "NOT ANALYSED", "CHANGED", "NOT ITS BASE"), lambda facts: None),
-    "Left out of the card's model-index": _only(True, lambda facts: [100, *map(len, items().values())]),
+    "Left out of the card's model-index": _only(True, _counts_of_items),
     "heads are on, as the head plan asks for": lambda facts: [_planned(facts), HEADS, *facts.start],
     "Measured time of a forward pass": _only(True, lambda facts: [TIME]),
     "No time was measured": _only(False),

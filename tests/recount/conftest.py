@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from recount.evaluation import Evaluation
 from recount.models import make_base, make_model, make_report
+from recount.training import Run
 
 
 @pytest.fixture(scope="session")
-def recount_of(made_once: Callable[..., Path]) -> Callable[..., Evaluation]:
+def recount_of(made_once: Callable[..., Path]) -> Callable[..., Run]:
     """`recount_of(kind, report=False)`: a model, converted and tuned, with `report` also evaluated; read only."""
-    found: dict[str, Evaluation] = {}
+    found: dict[str, Run] = {}
 
     def base(folder: Path) -> None:
         place(folder).mkdir()
@@ -21,9 +21,9 @@ def recount_of(made_once: Callable[..., Path]) -> Callable[..., Evaluation]:
     def place(folder: Path) -> Path:
         return folder.parent / "recount"  # not within it: it is renamed, and records name paths
 
-    def recount(kind: str, report: bool = False) -> Evaluation:
+    def recount(kind: str, report: bool = False) -> Run:
         if kind not in found:
-            made = found[kind] = Evaluation(kind, place(made_once("recount-base", base)) / kind)
+            made = found[kind] = Run(kind, place(made_once("recount-base", base)) / kind)
             made_once(f"recount-{kind}", lambda _: make_model(made))
         if report:
             made_once(f"recount-{kind}-report", lambda _: make_report(found[kind]))

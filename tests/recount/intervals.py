@@ -1,4 +1,4 @@
-"""95 % intervals over documents and items, as docs/evaluation.md and moh_llm's records define them, written anew."""
+"""95 % intervals over documents, as docs/evaluation.md and moh_llm's records define them, written anew."""
 
 from collections.abc import Callable
 
@@ -42,10 +42,3 @@ def ratio(sums: np.ndarray) -> float:
 def kl(sums: np.ndarray) -> float:
     """KL per token of such sums."""
     return float(sums[3] / sums[0])
-
-
-def of_items(values: np.ndarray, low: float, high: float) -> list[float]:
-    """Student's t of a mean, with an item more at each of its bounds."""
-    more = np.concatenate([values, [low, high]])
-    half = student(0.95, len(values) - 1) * np.sqrt(more.var(ddof=1) / len(more))
-    return [float(more.mean() - half), float(more.mean() + half)]

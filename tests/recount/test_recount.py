@@ -4,12 +4,9 @@ import json
 
 import pytest
 
-from recount import conversion, evaluation, run_record
+from recount import conversion, run_record
 from recount.leaves import Exempt, Near, differences
 from recount.models import KINDS
-
-# Each model takes seconds, and so does an evaluation. What the local model reads differs most from its plan.
-REPORTS = [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "local")) for kind in KINDS]
 
 
 def check(found, expected, name):
@@ -42,13 +39,6 @@ def test_the_record_of_the_run(kind, recount_of):
     run = recount_of(kind)
     check(run.read("run", "run.json"), run_record.expected_run(run), "run")
     check(run.read("run", "model", "lineage.json"), run_record.expected_lineage(run), "lineage")
-
-
-@pytest.mark.parametrize("kind", REPORTS)
-@pytest.mark.usefixtures("one_thread")
-def test_the_report_of_the_evaluation(kind, recount_of):
-    found = recount_of(kind, report=True)
-    check(found.read("report", "report.json"), evaluation.expected_report(found), "report")
 
 
 def test_a_field_that_is_wrong_unknown_or_missing_is_named():
