@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 from tiny import save_model
 
+from recount.prompts import right_answers
+
 WORDS = ["the", "river", "was", "high", "that", "spring", "and", "boats", "lay", "tied", "to", "poplars", "below"]
 CONTEXT = 768  # tokens of calibration and verification
 CALIBRATION_TOKENS, HELDOUT_TOKENS = 3840, 4608
@@ -78,6 +80,7 @@ def make_base(folder: Path) -> None:
     fields = {"num_attention_heads": 8, "hidden_size": 64, "max_position_embeddings": 1024, "initializer_range": 0.1}
     (folder / "base").mkdir()
     save_model(folder / "base", LlamaConfig, vectors=False, **fields)
+    _teach(folder / "base")
     (folder / "base" / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: en\n---\n\nA random model.\n")
     draw, sources = random.Random(0), {}
     for name, weight, count, words in (("short", 0.97, 700, (8, 60)), ("long", 0.03, 80, (120, 260))):
@@ -88,6 +91,24 @@ def make_base(folder: Path) -> None:
         sources[name] = {"weight": weight, "files": f"{name}/text.jsonl"}
     mixture = {"name": "recounted", "validation_share": 0.2, "sources": sources}
     (folder / "mixture.yaml").write_text(yaml.safe_dump(mixture, sort_keys=False))
+
+
+def _teach(folder: Path) -> None:
+    """Train the base on the smoke suite's right answers, so that its scores are above chance."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    texts = [text for found in right_answers().values() for text in found]
+    rows = [torch.tensor(tokenizer(text)["input_ids"][-64:]) for text in texts]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(30):
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
 
 
 def make_model(model: Model) -> None:
