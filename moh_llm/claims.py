@@ -15,20 +15,18 @@ from moh_llm.records.run import Scores
 # ---- a conversion
 
 
-def heads_read(verification: Verification | None, heads: int, trained_since: bool = False) -> str | None:
+def heads_read(verification: Verification | None, heads: int) -> str | None:
     """Heads per token on the held-out text of the conversion, averaged over tokens and layers.
 
     Args:
         verification: what the conversion measured.
         heads: number of attention heads in a layer.
-        trained_since: whether the model was trained after the conversion.
     """
     if verification is None:
         return None
     read = verification.heads_read
-    when = "As converted, before training, tokens" if trained_since else "Tokens"
     return (
-        f"{when} of the conversion's held-out text had {read:.4g} of {heads} heads on ({read / heads:.1%}), averaged "
+        f"Tokens of the conversion's held-out text had {read:.4g} of {heads} heads on ({read / heads:.1%}), averaged "
         "over layers."
     )
 

@@ -7,14 +7,6 @@ also those of other documents. Of feed-forward experts those are counted that a 
 
 from moh_llm.modeling import MoHLlamaConfig
 
-LENGTHS = (512, 2048, 8192, 32768)  # tokens, that costs are stated at
-
-
-def stated_lengths(config: MoHLlamaConfig, context: int | None) -> list[int]:
-    """Lengths in tokens that costs are stated at: the conversion's context, and usual ones that the model can take."""
-    usual = [length for length in LENGTHS if length <= config.max_position_embeddings]
-    return sorted({*usual, *([context] if context else [])})
-
 
 def forward_flops(config: MoHLlamaConfig, length: int, dense: bool = False) -> int:
     """FLOPs of one forward pass over a sequence of `length` tokens, the sum of `forward_parts`."""

@@ -3,6 +3,7 @@
 `templates/card.md` has the card's text; this module reads the records for it, and makes the metadata for the Hub.
 """
 
+import contextlib
 import itertools
 import json
 import re
@@ -12,21 +13,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
-from huggingface_hub.errors import StrictDataclassError
 from jinja2 import Environment
 
-from moh_llm import claims, flops
+from moh_llm import claims
 from moh_llm.errors import UserError
 from moh_llm.evaluation import runs, tables
 from moh_llm.evaluation.rendering import Safe, address, facts, markdown_templates, plain, visible
 from moh_llm.evaluation.runs import TrainingRun
 from moh_llm.files import write_text
 from moh_llm.hub.checks import CARD
-from moh_llm.hub.lineage import Licence, Lineage, check_name, find_licence, is_hub_id, read_lineage, recorded_licences
-from moh_llm.hub.secrets import scrub
+from moh_llm.hub.lineage import Licence, Lineage, check_terms, find_licence, is_hub_id, read_lineage
 from moh_llm.intervals import show_documents, show_figure, show_interval
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.records.conversion import REFERENCES, RunEntry, mixture_name
+from moh_llm.records.conversion import REFERENCES, RunEntry
 from moh_llm.records.evaluation import EvaluationRecord, Row, read_evaluation
 from moh_llm.records.identity import identify
 from moh_llm.records.model import read_moh_config
@@ -39,23 +38,18 @@ FEWEST_ITEMS = 100  # a score on fewer items is no result
 def build_card(
     folder: Path,
     repo_id: str | None,
-    run: Path | None = None,
     evaluation: Path | None = None,
-    forced: Sequence[str] = (),
     licence: str | None = None,
     revision: str | None = None,
 ) -> str:
     """The card of a converted, tuned or trained model: metadata for the Hub, then Markdown.
 
-    No path on this machine is printed. A card without ``repo_id`` states what is unknown about the licence; a published
-    card is refused for it.
+    No path on this machine is printed. A card without ``repo_id`` may lack the licence; a published one is refused.
 
     Args:
         folder: the model's folder.
         repo_id: the repository that it goes to; None: it stays in ``folder``.
-        run: the training run that made it (default: RUN, if the model is RUN/model).
         evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
-        forced: what the user published it in spite of, one sentence each.
         licence: id of the licence, where the files of model and base do not name it.
         revision: the branch that it goes to, if not the main one.
 
@@ -63,36 +57,41 @@ def build_card(
         UserError: ``folder`` holds no MoH model, or a record cannot be read or describes another model. Of a published
             card: the licence is unknown, or asks for another name or for its own text.
     """
-    config, lineage = _read_config(folder), read_lineage(folder, run)
-    if repo_id is None:
-        name, licences = lineage.name, recorded_licences(lineage)
+    fields, lineage = read_moh_config(folder), read_lineage(folder)
+    config = MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})
+    found: Licence | None = None
+    if repo_id is not None:
+        found = find_licence(lineage, licence)
+        check_terms(found, repo_id, folder)
     else:
-        name, licences = repo_id.rpartition("/")[2], [find_licence(lineage, licence)]
-        check_name(repo_id, licences[0])
+        with contextlib.suppress(UserError):
+            found = find_licence(lineage)
+    name = lineage.name if repo_id is None else repo_id.rpartition("/")[2]
     report, label = read_scores(evaluation, folder) if evaluation else (None, "")
     scored = [row for row in report.benchmarks if label in row.scores] if report else []
-    template = _templates().get_template("card.md")
-    body = template.render(
-        repo_id=Safe(repo_id) if repo_id else None,
-        revision=Safe(revision) if revision else None,
-        name=name,
-        forced=forced,
-        config=config,
-        lineage=lineage,
-        conversion=lineage.conversion,
-        run=lineage.run,
-        routes=config.router_type != "none" and any(map(config.routed_heads, range(config.num_hidden_layers))),
-        never_on=_heads_never_on(config),
-        licences=licences,
-        report=report,
-        label=label,
-        no_results=[row for row in scored if not _is_result(row, report)],
-        fewest_items=FEWEST_ITEMS,
-        compared_length=_longest_compared(lineage),
-        code_files=[path.name for path in sorted(folder.glob("*.py"))],
-        versions=_versions(lineage),
+    body = (
+        _templates()
+        .get_template("card.md")
+        .render(
+            repo_id=repo_id,
+            revision=revision,
+            name=name,
+            config=config,
+            lineage=lineage,
+            conversion=lineage.conversion,
+            run=lineage.run,
+            routes=config.router_type != "none" and any(map(config.routed_heads, range(config.num_hidden_layers))),
+            never_on=_heads_never_on(config),
+            licence=found,
+            report=report,
+            label=label,
+            no_results=[row for row in scored if not _is_result(row, report)],
+            fewest_items=FEWEST_ITEMS,
+            compared_length=_longest_compared(lineage),
+            versions=_versions(lineage),
+        )
     )
-    metadata = _metadata(name, lineage, licences, report, label)
+    metadata = _metadata(name, lineage, found, report, label)
     return f"---\n{metadata.to_yaml()}\n---\n\n{body.strip()}\n"
 
 
@@ -105,7 +104,7 @@ def write_local_card(folder: Path) -> None:
     Raises:
         UserError: ``folder`` holds no MoH model, a record cannot be read, or the disk refuses.
     """
-    write_text(folder / CARD, scrub(build_card(folder, None)))
+    write_text(folder / CARD, build_card(folder, None))
     add_to_seal(folder, CARD)
 
 
@@ -140,17 +139,18 @@ def read_scores(evaluation: Path, folder: Path) -> tuple[EvaluationRecord, str]:
 
 
 def _metadata(
-    name: str, lineage: Lineage, licences: list[Licence], report: EvaluationRecord | None, label: str
+    name: str, lineage: Lineage, licence: Licence | None, report: EvaluationRecord | None, label: str
 ) -> ModelCardData:
     results = _eval_results(report, label) if report else []
     related = {"base_model_relation": "finetune"} if lineage.base_id else {}
-    if len(licences) == 1:
-        (licence,) = licences
-        related |= {"license": licence.id, "license_name": licence.name, "license_link": address(licence.link)}
+    if licence:
+        related["license"] = licence.id
+    if licence and licence.id == "other":  # the Hub wants a name and a link
+        related["license_name"] = licence.name or "see-license-link"
+        related["license_link"] = address(licence.link) or (licence.file.name if licence.file else None)
     return ModelCardData(
         base_model=lineage.base_id,
         datasets=_hub_datasets(lineage.run) or None,
-        language=lineage.languages or None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["mixture-of-head", "moh"],
@@ -200,28 +200,19 @@ def _plain_name(value: str) -> str:
 
 def _hub_datasets(run: TrainingRun | None) -> list[str]:
     """Ids of the Hub datasets that training read, if the record of its tokens is on this machine."""
-    folder = run.record.tokens_in if run else None
-    if run is None or not folder:
+    if run is None or not run.record.tokens_in:
         return []
     try:
-        sources = read_tokens(Path(folder)).sources
-        read = [name for name, entry in (run.record.data_read or {}).items() if entry["tokens"]]
-        files = [part.file for name in read for part in sources[name].text]
-    except (UserError, KeyError, TypeError):  # gone, since replaced by another mixture, or of an older version
+        sources = read_tokens(Path(run.record.tokens_in)).sources
+    except UserError:
         return []
+    read = [name for name, entry in (run.record.data_read or {}).items() if entry["tokens"] and name in sources]
+    files = [part.file for name in read for part in sources[name].text]
     found = [re.match(r"hf://datasets/([^/@]+/[^/@]+)", file) for file in files]
     return list(dict.fromkeys(match[1] for match in found if match and is_hub_id(match[1])))
 
 
 # ---- values of the template
-
-
-def _read_config(folder: Path) -> MoHLlamaConfig:
-    fields = read_moh_config(folder)
-    try:
-        return MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise UserError(f"{folder / 'config.json'} makes no model ({' '.join(str(error).split())})") from error
 
 
 def _versions(lineage: Lineage) -> list[str]:
@@ -293,10 +284,7 @@ def _templates() -> Environment:
     }
     templates.globals |= {
         "claims": claims,
-        "forward_flops": flops.forward_flops,
-        "stated_lengths": flops.stated_lengths,
         "references": REFERENCES,
-        "mixture_name": mixture_name,
         "entry_names": _entry_names,
         "unrecorded": _unrecorded,
         "tables": tables,

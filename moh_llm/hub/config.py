@@ -1,11 +1,20 @@
 """The options of a publication."""
 
+from typing import ClassVar
+
 from moh_llm.options import Folder, options
 
 
 @options()
 class PublishConfig:
     """One publication: a model's folder, and the repository that gets it."""
+
+    REMOVED: ClassVar[dict[str, str]] = {
+        "run": "the run of RUN/model is found beside it",
+        "force": "mend what the check or the proof names; `hf upload` publishes a folder unchecked",
+        "allow_other_code": "save the model with this version; `hf upload` publishes a folder unchecked",
+        "drop_records": "publish a copy without conversion.json, lineage.json and seal.json",
+    }
 
     folder: Folder
     """Model that `moh-llm convert` or `moh-llm train` made."""
@@ -19,9 +28,6 @@ class PublishConfig:
     revision: str | None = None
     """Branch to upload to. It is made if absent. Default: `main`."""
 
-    run: Folder | None = None
-    """Training run, for the card. Default: the one beside the model."""
-
     evaluation: Folder | None = None
     """Folder of `moh-llm evaluate`, for the card."""
 
@@ -30,13 +36,3 @@ class PublishConfig:
 
     dry_run: bool = False
     """Do everything except the upload. The Hub is not contacted."""
-
-    force: bool = False
-    """Publish although a check or the proof fails. The card says so. Files with secrets are refused all the same, and
-    files that are not part of a model are left out."""
-
-    allow_other_code: bool = False
-    """Run and publish Python files that are not this version's. Read them first. The card says so."""
-
-    drop_records: bool = False
-    """Publish a model that is not what its records describe. Without the figures of these records; the card says so."""

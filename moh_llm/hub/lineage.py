@@ -1,7 +1,7 @@
 """Where a model comes from, by the files beside it: conversion, training runs, base, and the base's licence."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ from moh_llm.evaluation.runs import TrainingRun, read_run, run_behind
 from moh_llm.files import check_links
 from moh_llm.reading import YAML_BYTES, expand_home, parse_yaml, read_text
 from moh_llm.records.conversion import Chain, Conversion, ConversionEntry
-from moh_llm.records.identity import identify, read_records
+from moh_llm.records.identity import read_records
 
-_LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")  # ISO 639, and two values that the Hub adds
 _META = "https://github.com/meta-llama"
-_LICENCE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,12 @@ class Lineage:
         conversion: its ``conversion.json``, if it has one.
         run: the training run that wrote the model, if its folder was found.
         chain: its ``lineage.json``.
-        changed: why these records do not describe the model in the folder; then only the base's name is left of them.
     """
 
     folder: Path
     conversion: Conversion | None
     run: TrainingRun | None
     chain: Chain = field(default_factory=lambda: Chain(entries=[]))
-    changed: str | None = None
 
     @property
     def name(self) -> str:
@@ -70,13 +66,6 @@ class Lineage:
         return self.run is not None or bool(entries and not isinstance(entries[-1], ConversionEntry))
 
     @property
-    def dense_of_base(self) -> bool:
-        """Whether the dense weights have the SHA-256 of the base that the conversion names."""
-        conversion, entries = self.conversion, self.chain.entries
-        made = entries[-1].made if entries else conversion and conversion.made
-        return bool(conversion and made) and conversion.base.dense_sha256 == made.dense
-
-    @property
     def dense_kept(self) -> bool | None:
         """Whether the dense weights have the SHA-256 of what the conversion wrote; None if that is not on record."""
         made = [entry.made.dense for entry in self.chain.entries if isinstance(entry, ConversionEntry)]
@@ -95,41 +84,23 @@ class Lineage:
             found.append(("the base", Path(expand_home(self.conversion.base.name))))
         return [(owner, place) for owner, place in found if place.is_dir()]
 
-    @property
-    def languages(self) -> list[str]:
-        """Language codes of the first card in `places` that names any; empty if none does."""
-        for _, place in self.places:
-            given = _front_matter(place).get("language")
-            codes = [str(code).lower() for code in (given if isinstance(given, list) else [given])]
-            if known := [code for code in codes if _LANGUAGE.fullmatch(code)]:
-                return known
-        return []
 
-
-def read_lineage(folder: Path, run: Path | None = None) -> Lineage:
-    """Read the records of a model's folder.
-
-    Args:
-        folder: the model's folder.
-        run: the folder of the training run that wrote it (default: the parent of ``folder``, if that is a run).
+def read_lineage(folder: Path) -> Lineage:
+    """Read the records of a model's folder, and of the training run that holds it.
 
     Raises:
-        UserError: a record cannot be read or is malformed, or ``folder`` is the model that ``run`` started from.
+        UserError: a record cannot be read or is malformed, or the records describe another model.
     """
-    records = read_records(folder)
-    place = run_behind(folder.resolve()) if run is None else run
+    records, place = read_records(folder), run_behind(folder.resolve())
     trained = read_run(place) if place else None
-    if run is not None and (made_there := run / "model").resolve() != folder.resolve():
-        began_with = trained.record.model
-        if began_with.sha256 == identify(str(folder)).sha256:
-            raise UserError(
-                f"{folder} is the model that the run in {run} started from, not its result; name {made_there}"
-            )
     changed = records.changed
     if trained and not changed and (made := trained.record.made) and (part := made.difference(records.model)):
         changed = f"it has {part} other than the model that the run in {trained.folder} made"
     if changed:
-        return Lineage(folder, records.without_figures(changed).conversion, None, changed=changed)
+        raise UserError(
+            f"{folder} is not what its records describe: {changed}; restore it, or move conversion.json, lineage.json "
+            "and seal.json out of a copy of it to publish it without their figures"
+        )
     return Lineage(folder, records.conversion, trained, records.chain)
 
 
@@ -142,45 +113,29 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
-def _front_matter(folder: Path) -> dict[str, Any]:
-    """The metadata of a folder's ``README.md``; empty if it is missing or cannot be parsed."""
-    try:
-        found = REGEX_YAML_BLOCK.search(read_text(folder / "README.md", YAML_BYTES))
-        metadata = parse_yaml(found[2], str(folder / "README.md")) if found else None
-    except UserError:
-        return {}
-    return metadata if isinstance(metadata, dict) else {}
-
-
 # ---- the licence
 
 
 @dataclass(frozen=True)
 class LlamaTerms:
-    """The conditions of a Llama licence for passing on a model that is made from a Llama: its section 1.b.
+    """What section 1.b of a Llama licence asks of whoever passes on a model that is made from a Llama.
 
     Attributes:
         model: what the licence calls the model.
-        policy, text: addresses of the acceptable use policy (1.b.iv) and of the licence.
+        text: address of the licence.
         begins: how the model's name must begin (1.b.i); None: no condition.
-        closed: whether 1.b.v forbids improving other language models with the model or its outputs.
+        shown: the words to display (1.b.i); None: none.
     """
 
     model: str
-    policy: str
     text: str
     begins: str | None = "Llama"
-    closed: bool = False
+    shown: str | None = "Built with Llama"
 
     @property
     def title(self) -> str:
         """What the licence calls itself."""
         return f"{self.model} Community License"
-
-    @property
-    def shown(self) -> str | None:
-        """The words to display (1.b.i); None: none."""
-        return f"Built with {self.model if self.closed else 'Llama'}" if self.begins else None
 
     @property
     def notice(self) -> str:
@@ -189,28 +144,15 @@ class LlamaTerms:
         return f"{self.model} is licensed under the {title}, Copyright {sign} Meta Platforms, Inc. All Rights Reserved."
 
 
-def _later_terms(version: str, host: str) -> LlamaTerms:
-    """The terms of Llama 3.1 and later, which differ only in their version."""
-    name = f"llama{version.replace('.', '_')}"
-    text = f"{_META}/llama-models/blob/main/models/{name}/LICENSE"
-    return LlamaTerms(f"Llama {version}", f"https://{host}/{name}/use-policy", text)
-
-
 LLAMA = {
-    "llama2": LlamaTerms(
-        "Llama 2", "https://ai.meta.com/llama/use-policy", f"{_META}/llama/blob/main/LICENSE", begins=None, closed=True
-    ),
-    "llama3": LlamaTerms(
-        "Meta Llama 3",
-        "https://llama.meta.com/llama3/use-policy",
-        f"{_META}/llama3/blob/main/LICENSE",
-        begins="Llama 3",
-        closed=True,
-    ),
-    "llama3.1": _later_terms("3.1", "llama.meta.com"),
-    "llama3.2": _later_terms("3.2", "www.llama.com"),
-    "llama3.3": _later_terms("3.3", "www.llama.com"),
-    "llama4": _later_terms("4", "www.llama.com"),
+    "llama2": LlamaTerms("Llama 2", f"{_META}/llama/blob/main/LICENSE", begins=None, shown=None),
+    "llama3": LlamaTerms("Meta Llama 3", f"{_META}/llama3/blob/main/LICENSE", "Llama 3", "Built with Meta Llama 3"),
+    **{
+        f"llama{version}": LlamaTerms(
+            f"Llama {version}", f"{_META}/llama-models/blob/main/models/llama{version.replace('.', '_')}/LICENSE"
+        )
+        for version in ("3.1", "3.2", "3.3", "4")
+    },
 }
 
 
@@ -236,99 +178,77 @@ class Licence:
         """The conditions of a Llama licence."""
         return LLAMA.get(self.id)
 
-    @property
-    def lacks_text(self) -> bool:
-        """Whether its text must be published with the model, and is missing."""
-        return self.file is None and (self.id in LLAMA or (self.id == "other" and not self.link))
-
-
-def recorded_licences(lineage: Lineage) -> list[Licence]:
-    """The licences that cards and LICENSE files of model and base name: none, one, or several that contradict."""
-    found = [licence for owner, place in lineage.places for licence in _named_in(place, owner)]
-    return [_with_text(licence, lineage) for licence in {licence.id: licence for licence in found}.values()]
-
 
 def find_licence(lineage: Lineage, given: str | None = None) -> Licence:
-    """The licence under which a model may be published.
+    """The licence of a model, which is its base's.
 
     Args:
         lineage: the model's.
         given: the id that the user names, where the files of model and base name no licence, or several.
 
     Raises:
-        UserError: no licence is found, or several; ``given`` is no id, or contradicts a Llama licence that is found; a
-            text that must be published with the model is missing.
+        UserError: no licence is found, or several; or ``given`` contradicts a Llama licence that is found.
     """
-    if given is not None and not _LICENCE_ID.fullmatch(given):
-        raise UserError(f"--licence {given} is no id of https://huggingface.co/docs/hub/repositories-licenses")
-    found = recorded_licences(lineage)
-    matching = [licence for licence in found if given in (None, licence.id)]
-    llama = next((licence for licence in found if licence.terms), None)
-    if llama and not matching:
-        raise UserError(
-            f"--licence {given} contradicts {llama.source}, which says {llama.id}: a model made from a Llama keeps its "
-            "licence; drop --licence"
-        )
-    if len(matching) > 1:
-        named = ", ".join(f"{licence.id} in {licence.source}" for licence in found)
-        raise UserError(
-            f"{lineage.folder}: licences contradict each other ({named}); pass --licence ID with the right one"
-        )
-    if given is None and not found:
-        raise UserError(
-            f"{lineage.folder}: the base's licence is not known (no `license` in a README.md, no known LICENSE, there "
-            "or with the base); pass --licence ID, such as apache-2.0, llama3.2 or other"
-        )
-    licence = matching[0] if matching else _with_text(Licence(str(given), "the publisher"), lineage)
-    if licence.lacks_text:
-        asks = f"the {licence.terms.title} (section 1.b.i)" if licence.terms else "licence `other`"
-        where = f" ({licence.terms.text})" if licence.terms else ""
-        raise UserError(f"{lineage.folder}: {asks} asks for its text; put it into {lineage.folder / 'LICENSE'}{where}")
-    return licence
+    named = [licence for owner, place in lineage.places for licence in _named_in(place, owner)]
+    found = {licence.id: licence for licence in named}
+    llama = next((licence for licence in named if licence.terms), None)
+    if given is not None:
+        if llama and given not in found:
+            raise UserError(
+                f"--licence {given} contradicts {llama.source}, which says {llama.id}: a model made from a Llama keeps "
+                "its licence; drop --licence"
+            )
+        licence = found.get(given, Licence(given, "the publisher"))
+    elif len(found) == 1:
+        (licence,) = found.values()
+    else:
+        fault = "the licence is not known (no `license` in a README.md, no known LICENSE, there or with the base)"
+        if found:
+            named_in = ", ".join(f"{licence.id} in {licence.source}" for licence in found.values())
+            fault = f"licences contradict each other ({named_in})"
+        raise UserError(f"{lineage.folder}: {fault}; pass --licence ID, such as apache-2.0, llama3.2 or other")
+    # A Llama's text must be recognised; that of another licence may be one that nobody knows.
+    texts = [text for _, place in lineage.places for text in _texts(place)]
+    fitting = [text for text in texts if _recognise(text) in ((licence.id,) if licence.terms else (licence.id, None))]
+    return replace(licence, file=next(iter(fitting), None))
 
 
-def check_name(repo_id: str, licence: Licence) -> None:
-    """Raise UserError unless a repository's name begins as its licence asks (section 1.b.i of Llama 3 and later).
+def check_terms(licence: Licence, repo_id: str, folder: Path) -> None:
+    """Raise UserError unless text and name are as the licence asks (section 1.b.i of Llama's).
 
     The Hub allows no space in names, so "Llama 3" may be written Llama-3, Llama_3, Llama.3 or Llama3.
     """
-    if licence.terms is None or licence.terms.begins is None:
-        return
-    begins = licence.terms.begins
+    terms = licence.terms
+    if licence.file is None and (terms or (licence.id == "other" and not licence.link)):
+        asks = f"the {terms.title} (section 1.b.i)" if terms else "licence `other`"
+        where = f" ({terms.text})" if terms else ""
+        raise UserError(f"{folder}: {asks} asks for its text; put it into {folder / 'LICENSE'}{where}")
     owner, slash, name = repo_id.rpartition("/")
-    if not re.match(re.escape(begins).replace(r"\ ", "[-_.]?") + r"(?!\d)", name):
+    if terms and terms.begins and not re.match(terms.begins.replace(" ", "[-_.]?") + r"(?!\d)", name):
         raise UserError(
-            f"--repo-id {repo_id}: the {licence.terms.title} (section 1.b.i) asks that the model's name begin with "
-            f'"{begins}"; rename it, for example to {owner}{slash}{begins.replace(" ", "-")}-{name}'
+            f"--repo-id {repo_id}: the {terms.title} (section 1.b.i) asks that the model's name begin with "
+            f'"{terms.begins}"; rename it, for example to {owner}{slash}{terms.begins.replace(" ", "-")}-{name}'
         )
 
 
 def _named_in(place: Path, owner: str) -> list[Licence]:
     """The licences that the card and the LICENSE files of a folder name."""
     metadata, found = _front_matter(place), []
-    given = metadata.get("license")
-    given = given[0] if isinstance(given, list) and len(given) == 1 else given
-    if isinstance(given, str):
-        name, link = (str(metadata[key]) if metadata.get(key) else None for key in ("license_name", "license_link"))
-        # Llama 3 was "other" before the Hub listed it.
-        chosen = str(name) if name in LLAMA and given.lower() == "other" else given.lower()
-        if chosen != "unknown" and _LICENCE_ID.fullmatch(chosen):
-            named = (name, link) if chosen == "other" else (None, None)
-            found.append(Licence(chosen, f"the model card of {owner}", *named))
+    if isinstance(named := metadata.get("license"), str) and named != "unknown":
+        name, link = (metadata.get(key) if named == "other" else None for key in ("license_name", "license_link"))
+        found.append(Licence(named.lower(), f"the model card of {owner}", name and str(name), link and str(link)))
     known = {text: _recognise(text) for text in _texts(place)}
     return found + [Licence(name, f"{text.name} of {owner}") for text, name in known.items() if name]
 
 
-def _with_text(licence: Licence, lineage: Lineage) -> Licence:
-    """The licence with its text, if one of the folders has it. A Llama's text must be recognised."""
-    texts = {text: _recognise(text) for _, place in lineage.places for text in _texts(place)}
-    recognised = [text for text, known in texts.items() if known == licence.id]
-    unknown = [] if licence.terms else [text for text, known in texts.items() if known is None]
-    file = next(iter(recognised + unknown), None)
-    name, link = licence.name, licence.link
-    if licence.id == "other" and (link or file):  # the Hub wants a name and a link
-        name, link = name or "see-license-link", link or file.name
-    return Licence(licence.id, licence.source, name, link, file)
+def _front_matter(folder: Path) -> dict[str, Any]:
+    """The metadata of a folder's ``README.md``; empty if it is missing or cannot be parsed."""
+    try:
+        found = REGEX_YAML_BLOCK.search(read_text(folder / "README.md", YAML_BYTES))
+        metadata = parse_yaml(found[2], str(folder / "README.md")) if found else None
+    except UserError:
+        return {}
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def _texts(place: Path) -> list[Path]:

@@ -5,40 +5,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moh_llm.errors import UserError
-from moh_llm.files import check_links, sha256, write_json, write_text
+from moh_llm.files import check_links, write_text
 from moh_llm.hub.card import build_card
-from moh_llm.hub.checks import (
-    CARD,
-    RECORDS,
-    Problem,
-    check_files,
-    check_secrets,
-    list_files,
-    other_code,
-    upload_copy,
-)
+from moh_llm.hub.checks import CARD, check_files, list_files, upload_copy
 from moh_llm.hub.config import PublishConfig
 from moh_llm.hub.lineage import Licence, Lineage, find_licence, read_lineage
 from moh_llm.hub.proof import Proof, prove
-from moh_llm.hub.secrets import redact, scrub, scrub_json
-from moh_llm.records.conversion import CONVERSION
+from moh_llm.hub.secrets import redact
 from moh_llm.records.identity import hash_model
 from moh_llm.records.model import read_moh_config
-from moh_llm.records.seal import SEAL, write_seal
+from moh_llm.records.seal import write_seal
 from moh_llm.terminal import say
 
 # Files of an earlier upload that would be loaded beside, or instead of, the new ones.
 _REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
 _RESUME = "run the same command again to resume"
-
-
-@dataclass(frozen=True)
-class UploadedFile:
-    """A file of an upload: its size in bytes and the SHA-256 of its content in hex."""
-
-    name: str
-    size: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -49,9 +30,7 @@ class Publication:
         repo_id: the repository.
         url: its address, with the branch if one was named; None after a dry run.
         commit: the commit of the upload; None after a dry run.
-        files: the uploaded files.
-        scrubbed: names of the files in which local paths were cut to their last component.
-        problems: what the checks found, and `force` or `allow_other_code` let pass.
+        files: sizes in bytes of the uploaded files, by name.
         proof: the result of loading the files in a clean process.
         card: after a dry run, where the card is.
     """
@@ -59,18 +38,13 @@ class Publication:
     repo_id: str
     url: str | None
     commit: str | None
-    files: list[UploadedFile]
-    scrubbed: list[str]
-    problems: list[Problem]
+    files: dict[str, int]
     proof: Proof
     card: Path | None = None
 
 
 def publish(options: PublishConfig, say: Callable[[str], None] = say) -> Publication:
     """Check a model's folder, load it in a clean process, and upload it with its card. The folder is not changed.
-
-    A dry run goes on to the proof after a failed check. Code that is not this version's own is never run, and the
-    proof therefore skipped, unless `allow_other_code` is set.
 
     Args:
         options: what to publish, and where.
@@ -80,68 +54,50 @@ def publish(options: PublishConfig, say: Callable[[str], None] = say) -> Publica
         UserError: a check or the proof failed, the folder holds no MoH model, the card cannot be made, or there is no
             token, and nothing was uploaded; or the upload failed.
     """
+    folder = options.folder
     check_repo_id(options.repo_id)
-    _check_model(options.folder)
+    _check_model(folder)
     token = None if options.dry_run else find_token()
-    files, unlisted = list_files(options.folder)
-    check_links(options.folder, [options.folder / name for name in files])
-    # In the folder itself, whose own card and paths the copy below does not have.
-    secrets = check_secrets(options.folder, files)
-    lineage = read_lineage(options.folder, options.run)
-    if lineage.changed and not options.drop_records:
-        raise UserError(
-            f"{options.folder} is not what its records describe: {lineage.changed}; restore it, or pass --drop-records "
-            "to publish it without the figures of these records"
-        )
-    files = [name for name in files if name != SEAL and not (lineage.changed and name in RECORDS)]
+    files, problems = list_files(folder)
+    check_links(folder, [folder / name for name in files])
+    lineage = read_lineage(folder)
     licence = find_licence(lineage, options.licence)
-    with upload_copy(options.folder, files, _added_files(options, files, lineage, licence)) as (copy, scrubbed):
-        say(f"checking {options.folder}")
+    with upload_copy(folder, files, _added_files(options, files, lineage, licence)) as copy:
+        say(f"checking {folder}")
         _write_notice(copy, licence)
-        reservations = []
-        if lineage.changed:
-            reservations = [f"records: {lineage.changed}; the figures of these records are left out"]
-            if lineage.conversion:  # only the base's name is left of it
-                write_json(copy / CONVERSION, scrub_json(lineage.conversion.content()))
-        _write_card(copy, options, reservations)
-        problems = list(dict.fromkeys(unlisted + secrets + check_files(copy)))
-        others = other_code(copy)
-        refused = [] if options.allow_other_code else others
-        fault = _first_fault(refused + problems, options.force)
-        proof = None
-        if not refused and (fault is None or options.dry_run):
-            say("loading it in a clean process, without moh_llm")
-            proof = prove(copy, options.folder)
-            if proof.failure and not options.force:
-                fault = fault or f"the proof failed: {proof.failure}; fix it, or pass --force (the card then says so)"
-        problems = others + problems
-        if options.force or (others and options.allow_other_code):
-            # Files that are not part of the model are not uploaded, so the card does not mention them.
-            reservations += [f"check: {problem.file} {problem.what}" for problem in problems if problem not in unlisted]
-            reservations += [f"proof: {proof.failure}"] if proof and proof.failure else []
-            _write_card(copy, options, reservations)
-        uploaded = _seal(copy)
-        for line in _report(uploaded, scrubbed, problems, proof):
+        card = build_card(folder, options.repo_id, options.evaluation, options.licence, options.revision)
+        write_text(copy / CARD, card)
+        # Before the proof, which runs the code in the folder.
+        if problems := [*problems, *check_files(copy)]:
+            for problem in problems:
+                say(f"  {problem}")
+            more = f" (and {len(problems) - 1} more, see above)" if len(problems) > 1 else ""
+            raise UserError(f"{folder} is not published: {problems[0]}{more}")
+        say("loading it in a clean process, without moh_llm")
+        proof = prove(copy, folder)
+        if proof.failure:
+            raise UserError(f"{folder} is not published: the proof failed: {proof.failure}")
+        write_seal(copy, hash_model(copy))
+        paths = sorted(path for path in copy.rglob("*") if path.is_file())
+        uploaded = {path.relative_to(copy).as_posix(): path.stat().st_size for path in paths}
+        for line in _describe(uploaded, proof):
             say(line)
-        if fault is not None or proof is None:
-            raise UserError(f"{options.folder} {'would not be' if options.dry_run else 'is not'} published: {fault}")
-        url = commit = card = None
         if token is None:
-            card = options.folder.resolve().with_name(f"{options.folder.resolve().name}.card.md")
-            write_text(card, (copy / CARD).read_text(encoding="utf-8"))
-            say(f"nothing was sent; the card is {card}")
-        else:
-            size = sum(file.size for file in uploaded)
-            say(f"uploading {len(uploaded)} files, {size / 1e6:,.1f} MB, to {options.repo_id}")
-            url, commit = push(copy, options.repo_id, token, options.private, options.revision)
-            say(f"published: {url}")
-        return Publication(options.repo_id, url, commit, uploaded, scrubbed, problems, proof, card)
+            place = folder.resolve().with_name(f"{folder.resolve().name}.card.md")
+            write_text(place, card)
+            say(f"nothing was sent; the card is {place}")
+            return Publication(options.repo_id, None, None, uploaded, proof, place)
+        size = sum(uploaded.values())
+        say(f"uploading {len(uploaded)} files, {size / 1e6:,.1f} MB, to {options.repo_id}")
+        url, commit = push(copy, options.repo_id, token, options.private, options.revision)
+        say(f"published: {url}")
+        return Publication(options.repo_id, url, commit, uploaded, proof)
 
 
 def _check_model(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         if (folder / "model" / "config.json").is_file():
-            raise UserError(f"{folder} is a training run; publish {folder / 'model'}, with --run {folder}")
+            raise UserError(f"{folder} is a training run; publish {folder / 'model'}")
         raise UserError(f"{folder} holds no config.json; name a folder that moh-llm convert or train made")
     read_moh_config(folder)
 
@@ -170,54 +126,16 @@ def _write_notice(copy: Path, licence: Licence) -> None:
         write_text(place, f"{present.rstrip()}\n\n{wanted}".lstrip())
 
 
-def _write_card(copy: Path, options: PublishConfig, reservations: list[str]) -> None:
-    card = build_card(
-        options.folder,
-        options.repo_id,
-        options.run,
-        options.evaluation,
-        forced=reservations,
-        licence=options.licence,
-        revision=options.revision,
-    )
-    write_text(copy / CARD, scrub(card))
-
-
-def _first_fault(problems: list[Problem], force: bool) -> str | None:
-    """Why the checks refuse the publication; None if they do not."""
-    stopping = [problem for problem in problems if not (force and problem.forceable)]
-    more = f" (and {len(stopping) - 1} more)" if len(stopping) > 1 else ""
-    return f"{stopping[0]}{more}" if stopping else None
-
-
-def _report(files: list[UploadedFile], scrubbed: list[str], problems: list[Problem], proof: Proof | None) -> list[str]:
-    """The files and the results of checks and proof, as lines to print."""
-    width, digits = max(len(file.name) for file in files), max(len(f"{file.size:,}") for file in files)
-    lines = [f"{'file':<{width}}  {'bytes':>{digits}}  SHA-256"]
-    lines += [f"{file.name:<{width}}  {file.size:>{digits},}  {file.sha256[:12]}" for file in files]
-    if scrubbed:
-        lines.append(f"local paths cut to their last component: {', '.join(scrubbed)}")
-    lines.append(f"checks: {f'{len(problems)} failed' if problems else 'passed'}")
-    lines += [f"  {problem}" for problem in problems]
-    if proof is None:
-        return [*lines, "proof: not run, because a check failed"]
-    if proof.failure:
-        return [*lines, f"proof: FAILED, {proof.failure}"]
-    seen = proof.record
+def _describe(files: dict[str, int], proof: Proof) -> list[str]:
+    """The files and the result of the proof, as lines to print."""
+    width, seen = max(map(len, files)), proof.record
     return [
-        *lines,
+        *(f"{name:<{width}}  {size:>14,} bytes" for name, size in files.items()),
+        "checks: passed",
         f"proof: in a clean process, the logits of {seen['texts']} texts ({seen['tokens']} tokens) and the generated "
         f"tokens equal the local model's bit for bit ({seen['dtype']}, transformers "
         f"{seen['versions']['transformers']}, {seen['seconds']} s)",
-        f"  generated: {seen['generated'][0]!r}",
     ]
-
-
-def _seal(copy: Path) -> list[UploadedFile]:
-    """Write the seal of the copy, and describe its files."""
-    write_seal(copy, hash_model(copy))
-    paths = sorted(path for path in copy.rglob("*") if path.is_file())
-    return [UploadedFile(path.relative_to(copy).as_posix(), path.stat().st_size, sha256(path)) for path in paths]
 
 
 # ---- the Hub; no message holds the token
@@ -304,8 +222,6 @@ def _refusal(repo_id: str, error: BaseException) -> str:
     message = redact(" ".join(text.split()))[:300]
     if status is None and not isinstance(error, ValueError):
         return f"the connection to the Hub broke ({message}); {_RESUME}"
-    if status in (402, 413, 507):
-        return f"the Hub has no space for {repo_id} ({message}); free some, or name another owner; {_RESUME}"
     if status == 401:
         return f"the Hub does not accept the token, or {repo_id} does not exist ({message}); run `hf auth login`"
     if status in (403, 404):

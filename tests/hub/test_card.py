@@ -21,9 +21,7 @@ from records import make_record
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
-from moh_llm.flops import forward_flops
 from moh_llm.hub.card import build_card
-from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.identity import identify
 
 NAME = "someone/Tiny-MoH"
@@ -36,7 +34,7 @@ def conversion(
 ) -> Path:
     """A real conversion of a base with a card and a licence, not to be changed."""
     base, output = make_llama(num_hidden_layers=3, num_attention_heads=4), tmp_path_factory.mktemp("out") / "moh_3"
-    (base / "README.md").write_text("---\nlanguage: [en, fr]\n---\n\n# A base, by somebody else\n")
+    (base / "README.md").write_text("# A base, by somebody else\n")
     (base / "LICENSE.txt").write_text("MIT License\n\nCopyright (c) 2026 Somebody\n")
     assert convert(base, output) == 0
     return output
@@ -55,6 +53,11 @@ def tuned(converted: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(converted, run / "model"))
 
 
+def facts(section: str) -> dict[str, str]:
+    """The rows of a section's tables of names and values."""
+    return dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", section, re.MULTILINE))
+
+
 def lead(card: str) -> str:
     """What stands above the first section."""
     return card.partition("\n## ")[0]
@@ -65,69 +68,51 @@ def lead(card: str) -> str:
 
 def test_a_converted_model(converted: Path) -> None:
     card = build_card(converted, NAME)
-    sections, config = check_card(card), MoHLlamaConfig.from_pretrained(converted)
-    record = json.loads((converted / "conversion.json").read_text())
-    found = record["verification"]["converted"]
-    told = sections["Conversion proof"].split("the converted model |")[1]
-    assert f"| {found['perplexity_ratio']:#.5g} | {found['kl']:#.3g} |" in told
-    assert "`mit`, according to LICENSE.txt of the base" in sections["Base model and licence"]
-    assert Path(record["base"]["name"]).name in sections["Base model and licence"]
-    assert not {"Training", "Recovery", "Reservations"} & set(sections)
-    assert record["plan"]["context"] <= config.max_position_embeddings
-    length = record["plan"]["context"]
-    ratio = forward_flops(config, length) / forward_flops(config, length, dense=True)
-    assert f"{ratio:#.4g} |" in sections["Efficiency"]
+    sections, record = check_card(card), json.loads((converted / "conversion.json").read_text())
+    found, kept = record["verification"]["converted"], facts(sections["What it keeps"])
+    assert kept["perplexity, as converted"].startswith(f"{found['perplexity_ratio']:#.5g} times the base's ")
+    assert kept["KL, as converted"] == f"{found['kl']:#.3g} nats per token to the base"
+    assert kept["keys, asked for"].startswith(f"{record['plan']['keys_read']:.1%} of those")
+    assert "perplexity, tuned" not in kept and "Training" not in sections
+    assert sections["Licence"].strip() == "`mit`, according to LICENSE.txt of the base."
 
 
 def test_a_conversion_leaves_its_card_and_publishing_writes_it_anew(conversion: Path) -> None:
     card = (conversion / "README.md").read_text()
-    sections, data = check_card(card), ModelCard(card).data
-    assert (data.license, data.language, data.base_model) == ("mit", ["en", "fr"], None)
+    assert ModelCard(card).data.license == "mit" and 'from_pretrained("path/to/this/folder", ' in card
     assert f"\n# moh_3\n\n{NOTE}" in card and "somebody else" not in card and str(conversion.parent) not in card
-    assert 'folder = "path/to/this/folder"' in sections["How to load"]
     published = build_card(conversion, "me/toy")
-    # The licence is what the base says, not the card that is replaced.
-    assert "\n# toy\n" in published and NOTE not in published and "LICENSE.txt of the base" in published
+    assert "\n# toy\n" in published and NOTE not in published
 
 
 def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
     card = build_card(tuned, NAME)
     sections = check_card(card)
-    assert build_card(tuned, NAME, run=tuned.parent) == card
-    assert "95 % interval 1.0812 to 1.1234" in lead(card)
-    saved = "| 192 (saved model) | 40 | 22.000 | 20.000 | 1.1000 (1.0812 to 1.1234) | 0.0500 (0.0410 to 0.0620) | 90.00"
-    assert saved in sections["Recovery"]
-    first = "| 0 | 40 | 30.000 | 20.000 | 1.5000 (1.0812 to 1.1234) | 0.500 (0.0410 to 0.0620) | 90.00 |"
-    assert first in sections["Recovery"]
-    assert "| books | 100.00% | 100.00% | 192 | 0.500 | 0 |" in sections["Text it was trained on"]
+    kept = facts(sections["What it keeps"])
+    assert kept["perplexity, tuned"] == "1.1000 (1.0812 to 1.1234) times that of the base, 20.000"
+    assert kept["KL, tuned"] == "0.0500 (0.0410 to 0.0620) nats per token to the base"
+    assert "| books | 100.00% | 100.00% | 192 | 0.500 | 0 |" in sections["Training"]
     assert "| steps | 6 of 6, each 2 sequences of 16 tokens |" in sections["Training"]
     record = {"status": "running", "data_read": None, "evaluation": None}
     write_run(tuned.parent, "gone", scores=0, record=record)
     sections = check_card(build_card(tuned, NAME))
-    assert "**The run has not finished" in sections["Training"] and "Not measured: " in sections["Recovery"]
-
-
-def test_what_a_run_began_with_is_not_what_it_made(converted: Path, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", str(converted), record={"model": {"sha256": identify(str(converted)).sha256}})
-    with pytest.raises(UserError, match=r"is the model that the run in .* started from, not its result"):
-        build_card(converted, NAME, run=run)
+    assert "**The run has not finished" in sections["Training"]
+    assert "perplexity, tuned" not in facts(sections["What it keeps"])
 
 
 def test_a_model_from_scratch(folder: Path, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "out/initial", objective={"kind": "cross_entropy"})
     model = shutil.copytree(folder, run / "model")
     sections = check_card(build_card(model, NAME))
-    assert "No base: the weights were initialised at random" in sections["Base model and licence"]
-    assert "There was no conversion to prove" in sections["Conversion proof"]
+    assert "No base: the weights were initialised at random" in sections["How it was made"]
+    assert "is not on record" not in sections["What it keeps"]
     alone = check_card(build_card(folder, NAME))
-    assert "No base is on record" in alone["Base model and licence"] and "Not proven" in alone["Conversion proof"]
+    assert "No base is on record" in alone["How it was made"] and "is not on record" in alone["What it keeps"]
 
 
 def test_an_evaluated_model(converted: Path, tmp_path: Path) -> None:
     record = make_record({"base": ("b", 1.0), "model": (identify(str(converted)), 0.9), "other": ("o", 0.5)}).content()
     record["errors"] = [{"model": "other", "benchmark": "A", "error": "no memory"}]
-    costs = [{"length": 2048, "moh": 0.5, "dense": 0.4}, {"length": 8192, "moh": 3.0, "dense": 4.0}]
-    record["analysis"] = {"model": {"seconds": costs}, "other": {"seconds": [{"length": 4, "moh": 9.0, "dense": 1.0}]}}
     folder = write_evaluation(tmp_path / "report", record)
     card = build_card(converted, NAME, evaluation=folder)
     assert card == build_card(converted, NAME, evaluation=folder / "report.json")
@@ -141,7 +126,6 @@ def test_an_evaluated_model(converted: Path, tmp_path: Path) -> None:
     assert shares in found.split("average** |")[1]
     assert "| at chance |" in found.split("| B |")[1].split("\n")[0] and "base is at chance on B." in card
     assert not re.search(r"\bother\b", found) and "no memory" not in card
-    assert "| 2,048 | 0.4 s | 0.5 s | 1.250 |" in sections["Efficiency"] and "9.000" not in sections["Efficiency"]
     write_evaluation(folder, record | {"limit": 2})
     card = build_card(converted, NAME, evaluation=folder)
     assert "> **NOT COMPARABLE: --limit 2" in check_card(card)["Benchmarks"]
@@ -164,33 +148,26 @@ def test_local_fallbacks_have_all_heads_on_at_first(folder: Path, router: str) -
     plan = {"num_shared_heads": 3, "num_active_heads": 3, "shared_heads": None, "local_window": 8, "local_sinks": 4}
     plan |= {"head_fallback": "local", "local_start": 20, "never_on_heads": [[6, 7], [7]], "router_type": router}
     change(folder / "config.json", **plan)
-    card = build_card(folder, NAME)
-    told = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", check_card(card)["Head plan"], re.MULTILINE))
-    assert told["first tokens of a document, with all heads on"] == "20"
-    never = "5 in each layer" if router == "none" else "layer 0: 2; layer 1: 1"
-    assert told["heads that are never on after these first tokens"] == never
-    assert ("routing granularity" in told) == (router != "none") == ("how this model chooses" in card)
+    told = facts(check_card(build_card(folder, NAME))["Head plan"])
+    assert told["first tokens of a document"] == "the first 20 have all heads on"
+    assert told["never on after these"] == ("5 in each layer" if router == "none" else "layer 0: 2; layer 1: 1")
+    assert ("router" in told) == (router != "none")
 
 
-def test_long_contexts_have_figures_by_position(converted: Path) -> None:
+def test_long_contexts_have_figures_of_retrieval(converted: Path) -> None:
     record = json.loads((converted / "conversion.json").read_text())
-    figures = {"ratio_interval": [1.0125, 1.0444], "kl": 0.04, "kl_interval": [0.0312, 0.0523]}
-    proof = record["verification"] | {
-        "converted": record["verification"]["converted"] | figures,
-        "by_position": [{"start": 2048, "tokens": 6144, "kl": 0.0125}],
-        "retrieval": [{"task": "copying", "asked": 120, "base": 96, "converted": 48}],
-    }
+    retrieval = [{"task": "copying", "asked": 120, "base": 96, "converted": 48}]
+    proof = record["verification"] | {"retrieval": retrieval}
     change(converted / "conversion.json", verification=proof, plan=record["plan"] | {"context": 8192})
-    found = check_card(build_card(converted, NAME))["Conversion proof"]
-    assert "(1.0125 to 1.0444) | 0.0400 (0.0312 to 0.0523) |" in found
-    assert "| 2048 | 6,144 | 0.0125 |" in found and "| copying | 120 | 96 | 48 |" in found
+    kept = facts(check_card(build_card(converted, NAME))["What it keeps"])
+    assert kept["copying, as converted"] == "finds 48 of 120 in one prompt of 8,192 tokens; the base finds 96"
 
 
 def test_text_that_was_not_read_is_not_told(converted: Path) -> None:
     change(converted / "conversion.json", verification=None, calibration=None, parameters=None)
     sections = check_card(build_card(converted, NAME))
-    assert "**Not proven: the record of the conversion has no verification" in sections["Conversion proof"]
-    assert "fitted nothing to text" in sections["Text it was converted with"]
+    assert "How close the model is to its base is not on record" in sections["What it keeps"]
+    assert "fitted nothing to text" in sections["How it was made"]
 
 
 @pytest.mark.parametrize(
@@ -211,11 +188,7 @@ def test_long_lists_stay_readable(tuned: Path) -> None:
     read = {"weight": 0.005, "share": 0.005, "epochs": 0.5, "repeated_tokens": 1}
     sources = {f"/data/source-{number}": read | {"tokens": 1000 - number} for number in range(200)}
     write_run(tuned.parent, "gone", record={"data_read": sources})
-    log = [{"step": n, "tokens": n, "validation": {"perplexity": 1.0, "tokens": 1, "documents": 1}} for n in range(900)]
-    (tuned.parent / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
-    sections = check_card(build_card(tuned, NAME))
-    assert "| 160 others | 80.00% | 80.00% |" in sections["Text it was trained on"]
-    assert sections["Recovery"].count("\n|") == 2 + 12 + 1
+    assert "| 160 others | 80.00% | 80.00% |" in check_card(build_card(tuned, NAME))["Training"]
 
 
 # ---- what it must not do
@@ -225,13 +198,12 @@ EVIL = "x`y|z**\n---\nlicense: mit\n---\n# Pwned\n<script>alert(1)</script> [a](
 
 
 def test_hostile_names_stay_text(tuned: Path, tmp_path: Path) -> None:
-    clean = set(check_card(build_card(tuned, NAME, forced=["x"])))
+    clean = set(check_card(build_card(tuned, NAME)))
     conversion = json.loads((tuned / "conversion.json").read_text())
     change(
         tuned / "conversion.json",
         base={"name": EVIL, "revision": None, "dense_sha256": EVIL},
         calibration=conversion["calibration"] | {"tokens_of_source": {EVIL: 9}},
-        plan=conversion["plan"] | {"preset": EVIL},
         moh_llm=EVIL,
     )
     read = {"weight": 1.0, "tokens": 192, "share": 1.0, "epochs": 0.5, "repeated_tokens": 0}
@@ -243,14 +215,11 @@ def test_hostile_names_stay_text(tuned: Path, tmp_path: Path) -> None:
     record["benchmarks"][0]["scores"][EVIL]["truncated"] = True
     record["errors"] = [{"model": EVIL, "benchmark": "C", "error": EVIL}]
     (tuned / "LICENSE").write_text("MIT License")
-    card = build_card(
-        tuned, NAME, evaluation=write_evaluation(tmp_path / "report", record), forced=[EVIL, "in /tmp/x/y"]
-    )
-    assert set(check_card(card)) == clean and card.index("PUBLISHED WITH RESERVATIONS") < card.index("## ")
-    spans = ModelCard(card).text.replace(r"\`", "").split("`")
-    in_code, in_text = spans[1::2], spans[::2]
-    assert any("<script>" in part for part in in_code) and not any("<script" in part for part in in_text)
-    assert "{{ 7\\*7 }} {% raw %}" in card and "- in y\n" in card
+    card = build_card(tuned, NAME, evaluation=write_evaluation(tmp_path / "report", record))
+    assert set(check_card(card)) == clean
+    in_text = ModelCard(card).text.replace(r"\`", "").split("`")[::2]
+    assert not any("<script" in part for part in in_text)
+    assert "{{ 7\\*7 }} {% raw %}" in card
     assert ModelCard(card).data.license == "mit" and ModelCard(card).data.base_model is None
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +58,10 @@ def test_a_local_base_is_not_named_to_the_hub(folder: Path) -> None:
         "pipeline_tag": "text-generation",
         "tags": ["mixture-of-head", "moh"],
     }
-    assert "Base: `base`, a local folder" in check_card(card)["Base model and licence"]
+    assert "Base: `base`, a local folder" in check_card(card)["How it was made"]
     write_conversion(folder, "org/base", "c" * 40)
     data = metadata(build_card(folder, NAME))
     assert (data["base_model"], data["base_model_relation"]) == ("org/base", "finetune")
-
-
-def test_the_base_says_the_languages(folder: Path, tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en, zh-CN, de, null]\n---\n")
-    write_conversion(folder, str(base), None)
-    assert metadata(build_card(folder, NAME))["language"] == ["en", "de"]
 
 
 def test_datasets_are_those_of_the_hub_that_were_read(folder: Path, tmp_path: Path) -> None:
@@ -91,9 +84,10 @@ def test_datasets_are_those_of_the_hub_that_were_read(folder: Path, tmp_path: Pa
     receipt = {name: read | {"tokens": 0 if name == "unread" else 64} for name in files}
     run = write_run(tmp_path / "run", "gone", record={"tokens_in": str(tokens), "data_read": receipt})
     write_conversion(folder, "base", None)
-    assert metadata(build_card(folder, NAME, run=run))["datasets"] == ["org/web"]
+    model = shutil.copytree(folder, run / "model")
+    assert metadata(build_card(model, NAME))["datasets"] == ["org/web"]
     change(tokens / "mixture.json", sources={"other": sources["web"]})
-    assert "datasets" not in metadata(build_card(folder, NAME, run=run))
+    assert "datasets" not in metadata(build_card(model, NAME))
 
 
 def test_model_index_holds_the_reports_numbers(folder: Path, tmp_path: Path) -> None:

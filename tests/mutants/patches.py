@@ -419,13 +419,6 @@ PATCHES = (
         (f"{CONVERTED}[value]",),
     ),
     Patch(
-        "costs are not stated at the conversion's context",
-        "moh_llm/flops.py",
-        "return sorted({*usual, *([context] if context else [])})",
-        "return sorted(usual)",
-        ("tests/hub/test_card.py::test_a_converted_model",),
-    ),
-    Patch(
         "a plan is claimed as what prompts read",
         "moh_llm/hub/templates/card.md",
         "{% set read = claims.mean_heads_on(analysis.head_load.load) %}",
@@ -442,8 +435,8 @@ PATCHES = (
     Patch(
         "no training is on record of a tuned model that is converted again",
         "moh_llm/hub/templates/card.md",
-        "{% elif lineage.chain.runs %}",
-        "{% elif lineage.chain.runs and run %}",
+        "{% elif not lineage.chain.runs %}",
+        "{% else %}",
         (CLAIMS,),
     ),
     Patch(

@@ -71,11 +71,10 @@ def check_full_card(output):
     """The card that publishing makes of a quick start tells all, and the benchmarks' figures to the last digit."""
     card = build_card(output / "recovery" / "model", "me/toy", evaluation=output / "report")
     sections = check_card(card)
-    parts = {"Conversion proof", "Text it was trained on", "Training", "Recovery", "Benchmarks"}
-    assert parts <= set(sections)
+    assert {"What it keeps", "Lineage", "Training", "Benchmarks"} <= set(sections)
     assert not re.search(r"\b(None|nan|inf)\b|[Nn]ot (on record|proven|measured|finished)|No benchmark", card)
     data = ModelCard(card).data
-    assert (data.license, data.language) == ("apache-2.0", ["en"])
+    assert data.license == "apache-2.0"
     # Its thirty items are no benchmark, so the Hub gets no result.
     assert data.eval_results is None and "Left out of the card's model-index" in sections["Benchmarks"]
 

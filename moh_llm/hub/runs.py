@@ -7,7 +7,7 @@ from moh_llm.errors import UserError
 from moh_llm.hub import card
 from moh_llm.hub.checks import CARD
 from moh_llm.hub.config import PublishConfig
-from moh_llm.hub.lineage import Lineage, check_name, find_licence, read_lineage
+from moh_llm.hub.lineage import Lineage, check_terms, find_licence, read_lineage
 from moh_llm.hub.publish import check_repo_id, find_token, publish
 from moh_llm.terminal import say
 from moh_llm.training.config import TrainConfig
@@ -25,7 +25,7 @@ def check_hub(config: TrainConfig) -> None:
         find_token()
         # The tuned model inherits the conversion's record, not that of an earlier run.
         licence = find_licence(Lineage(start, read_lineage(start).conversion, None))
-        check_name(config.hub.repo_id, licence)
+        check_terms(licence, config.hub.repo_id, start)
     except UserError as error:
         way_out = "leave out hub, and publish the tuned model by moh-llm publish --licence ID"
         message = str(error).replace("pass --licence ID", way_out).replace("--repo-id", "--hub.repo_id")
@@ -47,9 +47,9 @@ def finish_run(config: TrainConfig) -> None:
     if config.hub is None:
         return
     try:
-        publish(PublishConfig(model, config.hub.repo_id, run=Path(config.output_dir)))
+        publish(PublishConfig(model, config.hub.repo_id))
     except UserError as error:
-        words = ["moh-llm", "publish", str(model), "--repo-id", config.hub.repo_id, "--run", config.output_dir]
+        words = ["moh-llm", "publish", str(model), "--repo-id", config.hub.repo_id]
         raise UserError(
             f"training is finished, its model is {model}; publishing it failed: {error}; try again with "
             f"`{shlex.join(words)}`, or give the same command again"

@@ -54,8 +54,7 @@ def test_a_push_that_fails_is_no_failed_training_and_the_same_command_tries_agai
     line = printed.err.splitlines()[-1]
     assert line.startswith(f"error: training is finished, its model is {model}; publishing it failed: the token may")
     retry = line.partition("`")[2].partition("`")[0]
-    run = ["--run", str(tmp_path / "run")]
-    assert shlex.split(retry) == ["moh-llm", "publish", str(model), "--repo-id", "org/moh", *run]
+    assert shlex.split(retry) == ["moh-llm", "publish", str(model), "--repo-id", "org/moh"]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
     assert os.environ["HF_TOKEN"] not in printed.out + printed.err
     assert (model / "README.md").read_text().startswith("---\n")
