@@ -45,7 +45,9 @@ def metadata(card: str) -> dict[str, Any]:
 
 
 def write_conversion(folder: Path, name: str, revision: str | None) -> None:
-    (folder / "conversion.json").write_text(json.dumps({"base": {"name": name, "revision": revision}}))
+    (folder / "conversion.json").write_text(
+        json.dumps({"base": {"name": name, "revision": revision, "dense_sha256": "0"}})
+    )
 
 
 def test_a_local_base_is_not_named_to_the_hub(folder: Path) -> None:

@@ -44,7 +44,7 @@ def test_texts_are_recognised(bare: Path, text: str, licence: str) -> None:
 def test_a_licence_is_found_with_the_base(bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, record = tmp_path / "base", bare / "conversion.json"
     base.mkdir()
-    record.write_text(json.dumps({"base": {"name": str(base), "revision": None}}))
+    record.write_text(json.dumps({"base": {"name": str(base), "revision": None, "dense_sha256": "0"}}))
     with pytest.raises(UserError, match=r"the licence is not known .* pass --licence ID"):
         find_licence(read_lineage(bare))
     (base / "README.md").write_text("---\nlicense: Apache-2.0\n---\n")
@@ -55,7 +55,7 @@ def test_a_licence_is_found_with_the_base(bare: Path, tmp_path: Path, monkeypatc
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     (snapshot / "LICENSE.txt").write_text(LLAMA_32)
-    record.write_text(json.dumps({"base": {"name": "org/base", "revision": "a" * 40}}))
+    record.write_text(json.dumps({"base": {"name": "org/base", "revision": "a" * 40, "dense_sha256": "0"}}))
     assert licence_of(bare) == ("llama3.2", "LICENSE.txt of the base")
 
 

@@ -20,6 +20,7 @@ from moh_llm.hub.proof import Proof
 from moh_llm.hub.publish import publish
 
 SECRET = "ghp_" + "Ab3dEf6hIj9kLm2nOp5q" + "Rs8tUv1wXy4zAb7c"
+BASE = {"revision": None, "dense_sha256": "0"}
 LLAMA_32 = "LLAMA 3.2 COMMUNITY LICENSE AGREEMENT\nLlama 3.2 Version Release Date: September 25, 2024\n"
 
 
@@ -42,7 +43,7 @@ def test_a_dry_run_proves_shows_and_sends_nothing(folder, forked_proof, monkeypa
     for place, name in ((socket.socket, "connect"), (socket, "create_connection"), (socket, "getaddrinfo")):
         monkeypatch.setattr(place, name, refuse)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    (folder / "conversion.json").write_text(json.dumps({"base": {"name": "/Users/alice/models/llama"}}))
+    (folder / "conversion.json").write_text(json.dumps({"base": BASE | {"name": "/Users/alice/models/llama"}}))
     before = _state(folder)
     assert _publish(folder, "--dry-run") == 0
     shown = capsys.readouterr().out
@@ -54,7 +55,7 @@ def test_a_dry_run_proves_shows_and_sends_nothing(folder, forked_proof, monkeypa
 
 
 def test_what_is_published_is_the_folder_without_local_paths_and_with_its_card(folder, fake_hub, proven, capsys):
-    record = {"base": {"name": "/Users/alice/models/llama"}, "note": "from /Users/alice/models/llama, once"}
+    record = {"base": BASE | {"name": "/Users/alice/models/llama"}, "note": "from /Users/alice/models/llama, once"}
     (folder / "conversion.json").write_text(json.dumps(record))
     (folder / "LICENSE").write_text("Apache License, Version 2.0\n")
     before = _state(folder)
@@ -66,7 +67,7 @@ def test_what_is_published_is_the_folder_without_local_paths_and_with_its_card(f
         name: hashlib.sha256(sent[name]).hexdigest() for name in set(sent) - {".gitattributes", "seal.json"}
     }
     assert {name for name in before if sent[name] != before[name]} == {"conversion.json", "README.md"}
-    assert json.loads(sent["conversion.json"]) == {"base": {"name": "llama"}, "note": "from llama, once"}
+    assert json.loads(sent["conversion.json"]) == {"base": BASE | {"name": "llama"}, "note": "from llama, once"}
     assert b"org/moh" in sent["README.md"] and fake_hub.private["org/moh"]
     assert f"published: {fake_hub.url}/org/moh" in capsys.readouterr().out
     assert _state(folder) == before and _beside(folder) == ["moh"]
