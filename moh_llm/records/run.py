@@ -115,6 +115,8 @@ class LogLine(Record):
 
     Attributes:
         heads_read: heads that were on per token, mean over layers.
+        keys_read: share of the base's keys that the model reads in a document of the recipe's length.
+        keys_multiplier: weight of the distant keys that are read in the loss.
     """
 
     step: NonNegativeInt
@@ -122,6 +124,8 @@ class LogLine(Record):
     loss: float | None = None
     dropped: str | None = None
     heads_read: float | None = None
+    keys_read: float | None = None
+    keys_multiplier: float | None = None
     timing: Timing | None = None
     tokens_of_source: dict[str, int] | None = None
     validation: Scores | None = None
@@ -136,6 +140,7 @@ class CheckpointRecord(Record):
         updates: steps whose gradient changed the weights.
         seconds: time of training so far.
         data: the receipt of what was read, by source.
+        budget: multiplier of the budget of keys, and its average (`moh_llm.training.budget`).
         files: the checkpoint's other files by name.
     """
 
@@ -143,4 +148,5 @@ class CheckpointRecord(Record):
     updates: NonNegativeInt
     seconds: NonNegativeFloat
     data: dict[str, Any] = Field(default_factory=dict)
+    budget: tuple[float, float] | None = None
     files: dict[str, FileMark]

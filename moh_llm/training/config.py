@@ -28,7 +28,6 @@ _REMOVED = {
     "output": "output_dir names the folder of the run",
     "quantization": "lora trains adapters over weights in their own dtype; zero3 and fsdp2 divide these",
     "save_dtype": "weights are saved in the dtype of model, which moh-llm convert --dtype chooses",
-    "schedule.anneal_steps": "heads are off from the first step",
     "schedule.start_learning_rate": "warm-up rises from 1e-5",
     "shared_heads": "moh-llm convert chooses shared heads: --num-shared-heads, shared: importance",
 }
@@ -90,6 +89,10 @@ class ScheduleConfig:
     final_learning_rate: NonNegativeFloat = 5e-6
     """Learning rate of the last step."""
 
+    anneal_steps: NonNegativeInt = 0
+    """Threshold routers: steps over which the keys that they read fall from the conversion's share to `objective.keys`;
+    0: at once."""
+
 
 @options("objective")
 class ObjectiveConfig:
@@ -98,8 +101,12 @@ class ObjectiveConfig:
     kind: Literal["distillation", "cross_entropy"] = "distillation"
     """`distillation`: KL to the base's next-token distribution; `cross_entropy`: to the text."""
 
+    keys: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Threshold routers: share of the base's keys that the model may read in a document of `data.sequence_length`
+    tokens. The loss holds the routers at it; null: the share that the conversion asked for."""
+
     balance_coefficient: NonNegativeFloat | None = None
-    """Weight of the load-balance loss; null: the model's `head_balance_coef`."""
+    """Weight of the load-balance loss; null: the model's `head_balance_coef`. Threshold routers have none."""
 
     @property
     def has_teacher(self) -> bool:

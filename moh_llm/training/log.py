@@ -31,6 +31,7 @@ def step_line(
     gradient_norm: float,
     config: TrainConfig,
     began: float,
+    multiplier: float | None = None,
 ) -> LogLine:
     """One line of the log. All but ``timing`` is the same however often the run was interrupted.
 
@@ -41,9 +42,10 @@ def step_line(
         beta: weight of the load-balance loss; None: there is none.
         rates: learning rates by their names in the log.
         began: when the step began, by `time.perf_counter`.
+        multiplier: weight of the distant keys that are read; None: there is no budget.
     """
     seconds = time.perf_counter() - began
-    numbers = {"loss": losses.total(beta or 0.0)}
+    numbers = {"loss": losses.total(beta or 0.0, multiplier or 0.0)}
     if config.objective.has_teacher:
         numbers["kl"] = losses.task
     numbers |= {
@@ -75,6 +77,7 @@ _SHOWN = {
     "balance_loss": ("balance", ".3f"),
     "learning_rate": ("lr", ".1e"),
     "heads_read": ("heads on", ".2f"),
+    "keys_read": ("keys", ".3f"),
     "gradient_norm": ("norm", ".2f"),
     "router_learning_rate": ("router lr", ".1e"),
 }

@@ -28,6 +28,7 @@ from moh_llm.records.run import LogLine, RunRecord
 from moh_llm.records.seal import SEAL, mark_files
 from moh_llm.terminal import say
 from moh_llm.training import networks
+from moh_llm.training.budget import make_budget, share_of_keys
 from moh_llm.training.checkpoints import CheckpointWriter, checkpoint_folder, load_checkpoint, newest_checkpoint
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import ProgressLine, check_trackers, start_trackers, step_line, track
@@ -125,6 +126,7 @@ class _Training:
         )
         self.networks = build_networks(config, accelerator, self.reference, self.say)
         self.balance_coefficient = balance_coefficient(config.objective, self.networks.network)
+        self.budget = make_budget(config, self.networks.network, accelerator.device)
 
     def _open_data(self) -> None:
         """Open the recipe's text as tokens; a resumed run reads the text that it began with."""
@@ -155,6 +157,8 @@ class _Training:
             folder, state = found
             self.updates = load_checkpoint(folder, accelerator, nets.model, nets.optimizer, nets.weights)
             self.done, self.seconds = state.step, state.seconds
+            if self.budget is not None and state.budget is not None:
+                self.budget.multiplier, self.budget.average = state.budget
             self.say(f"resumed from {folder}, {config.max_steps - self.done} steps to go")
         self.checkpoints = CheckpointWriter(
             run.checkpoints, accelerator, nets.model, nets.optimizer, nets.weights, config.checkpoint
@@ -226,8 +230,9 @@ class _Training:
         # Everything that varies is a function of the number of steps made.
         seed_step(config, step, self.accelerator.process_index)
         rates = set_learning_rates(nets.optimizer, config, step - 1)
-        losses, norm = accumulate_gradients(self.accelerator, nets.model, batch, config, beta or 0.0)
-        fault = why_dropped(losses.total(beta or 0.0), norm)
+        losses, norm = accumulate_gradients(self.accelerator, nets.model, batch, config, beta or 0.0, self.budget)
+        multiplier = None if self.budget is None else self.budget.multiplier
+        fault = why_dropped(losses.total(beta or 0.0, multiplier or 0.0), norm)
         self.dropped = self.dropped + 1 if fault else 0
         # DeepSpeed leaves out a step whose gradient is not finite, but looks at no loss.
         is_applied = by_deepspeed(self.accelerator) and not nets.optimizer.step_was_skipped
@@ -238,8 +243,14 @@ class _Training:
         if fault is None:
             nets.optimizer.step()
             self.updates += 1
+            if self.budget is not None:
+                self.budget.update(losses.distant_read, losses.distant_slope, step - 1)
         nets.optimizer.zero_grad()
-        line = step_line(step, losses, beta, rates, norm, config, began)
+        line = step_line(step, losses, beta, rates, norm, config, began, multiplier)
+        if multiplier is not None:
+            line.keys_multiplier = multiplier
+            length = config.data.sequence_length
+            line.keys_read = round(share_of_keys(nets.network.config, losses.distant_read, length), 6)
         if fault:  # the log has the field for dropped steps alone
             line.dropped = fault
         return line

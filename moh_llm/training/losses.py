@@ -34,10 +34,12 @@ class StepLosses(NamedTuple):
     balance: float  # load-balance loss of heads (Eq. 7) per sequence
     experts: float = 0.0  # load-balance loss of feed-forward experts per sequence, weighted by `expert_balance_coef`
     heads_read: float = 0.0  # no loss: heads that a token had on, mean over layers
+    distant_read: float = 0.0  # share of the distant keys that was read (`moh_llm.training.budget`)
+    distant_slope: float = 0.0  # no loss: derivative of `distant_read` with respect to a shift of all scores
 
-    def total(self, beta: float) -> float:
-        """The loss that is minimised, of numbers or tensors; ``beta`` weighs the load-balance loss of heads."""
-        return self.task + beta * self.balance + self.experts
+    def total(self, beta: float, multiplier: float = 0.0) -> float:
+        """The loss that is minimised; the arguments weigh the load-balance loss of heads and the distant keys read."""
+        return self.task + beta * self.balance + self.experts + multiplier * self.distant_read
 
 
 def next_token_targets(labels_BL: torch.Tensor) -> torch.Tensor:

@@ -101,8 +101,8 @@ def trainable(config: TrainConfig, network: MoHLlamaForCausalLM) -> torch.nn.Mod
 
     Raises UserError if the recipe freezes the base and nothing else can be trained, or for a target without a module.
     """
-    if network.config.router_type == "threshold":  # the gradient would turn on more and more heads
-        for router in network.routers:
+    if network.config.router_type == "threshold" and config.gate_gradient == "none":
+        for router in network.routers:  # nothing would tell them which keys matter
             router.requires_grad_(False)
     if config.lora is not None:
         return add_lora(network, config.lora)
@@ -111,8 +111,8 @@ def trainable(config: TrainConfig, network: MoHLlamaForCausalLM) -> torch.nn.Mod
             weight.requires_grad_(weight.requires_grad and is_routing_weight(name))
         if not trained_weights(network):
             raise UserError(
-                f"freeze_base=true: model={config.model} has no fallbacks and no router that is trained (threshold "
-                "routers are not): set freeze_base to false"
+                f"freeze_base=true: model={config.model} has no fallbacks and no router that is trained: set "
+                "freeze_base to false"
             )
     return network
 

@@ -21,6 +21,7 @@ from torch import nn
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.records.tensors import is_routing_weight
+from moh_llm.training.budget import KeyBudget, distant_keys, distant_keys_read
 from moh_llm.training.config import ObjectiveConfig, TrainConfig
 from moh_llm.training.losses import (
     IGNORED,
@@ -92,9 +93,9 @@ class TrainingStep(nn.Module):
             compare: score instead of train.
 
         Returns:
-            In training `[5]`, sums in the order of `StepLosses`, where the second and the last carry no gradient. With
-            `compare` the `comparison_values` per position with a target, `[N, 4]` (zero without a teacher, except the
-            first), and the router logits of each layer at all positions, `[B * L, U]`.
+            In training `[7]`, sums in the order of `StepLosses`. With `compare` the `comparison_values` per
+            position with a target, `[N, 4]` (zero without a teacher, except the first), and the router logits of each
+            layer at all positions, `[B * L, U]`.
         """
         counted = targets != IGNORED
         # No mask and no cache: with positions that restart, documents do not see one another.
@@ -112,7 +113,8 @@ class TrainingStep(nn.Module):
         experts = expert_loss_sum(output.expert_logits, len(input_ids), self.network.config).to(task)
         routers = self.network.routers
         on = heads_on_sum(output.router_logits, routers, self.all_heads_on(position_ids)) / max(1, len(routers))
-        return torch.stack([task, cross_entropy, *(part.to(task) for part in (balance, experts, on))])
+        keys = distant_keys_read(output.router_logits, routers, distant_keys(self.network.config, position_ids))
+        return torch.stack([task, cross_entropy, *(part.to(task) for part in (balance, experts, on, *keys))])
 
     def all_heads_on(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Which tokens have all heads on because they are a document's first, bool, given their positions in it."""
@@ -148,12 +150,18 @@ class TrainingStep(nn.Module):
 
 
 def accumulate_gradients(
-    accelerator: Accelerator, model: torch.nn.Module, batch: Batch, config: TrainConfig, beta: float
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    batch: Batch,
+    config: TrainConfig,
+    beta: float,
+    budget: KeyBudget | None = None,
 ) -> tuple[StepLosses, float]:
     """Add the gradient of one step's loss to the weights, one micro-batch at a time, and clip it.
 
     The loss is token losses / (predicted tokens of the step) + (load-balance losses of heads, weighted by ``beta``, and
-    of experts) / (sequences of the step), summed over all processes. So it depends neither on
+    of experts) / (sequences of the step) + (the budget's multiplier) * (distant keys read) / (distant keys of the
+    step), summed over all processes. So it depends neither on
     ``config.data.micro_batch_size`` nor on the number of processes.
 
     Args:
@@ -161,35 +169,48 @@ def accumulate_gradients(
         batch: this process's sequences of the step, `[sequences, L]`.
         config: the recipe.
         beta: weight of the load-balance loss of heads.
+        budget: of the keys that threshold routers read; None: no such loss.
 
     Returns:
         The step's losses, and the norm of its gradient before clipping. DeepSpeed has then updated the weights, too,
         if that norm is finite.
     """
     targets = next_token_targets(batch["labels"])
-    predicted = (targets != IGNORED).sum().to(accelerator.device)
-    tokens = max(1, int(accelerator.reduce(predicted, "sum")))
+    distant = distant_keys(accelerator.unwrap_model(model).network.config, batch["position_ids"])
+    counts = torch.stack([(targets != IGNORED).sum(), distant.long().sum()]).to(accelerator.device)
+    tokens, keys = (max(1, count) for count in accelerator.reduce(counts, "sum").tolist())
     sequences = config.data.batch_size
     # Gradients are then summed over micro-batches and processes, not averaged.
     scale = accelerator.gradient_accumulation_steps * accelerator.num_processes
     positions = sequences * targets.shape[1]
     # What each sum is divided by.
     counts = torch.tensor(
-        StepLosses(task=tokens, cross_entropy=tokens, balance=sequences, experts=sequences, heads_read=positions),
+        StepLosses(
+            task=tokens,
+            cross_entropy=tokens,
+            balance=sequences,
+            experts=sequences,
+            heads_read=positions,
+            distant_read=keys,
+            distant_slope=keys,
+        ),
         dtype=torch.float32,
         device=accelerator.device,
     )
+    multiplier = 0.0 if budget is None else budget.multiplier
     means = torch.zeros_like(counts)
     for rows in torch.arange(len(targets)).split(config.data.micro_batch_size):
         with accelerator.accumulate(model):
             inputs = (batch["input_ids"][rows], batch["position_ids"][rows], targets[rows])
             found = model(*(tensor.to(accelerator.device) for tensor in inputs))
-            loss = scale * StepLosses(*found / counts).total(beta)
+            loss = scale * StepLosses(*found / counts).total(beta, multiplier)
             # With a frozen base there is no gradient where all tokens have all heads on, as a document's first have.
             if loss.requires_grad or accelerator.num_processes > 1:
                 accelerator.backward(loss)
             means += found.detach() / counts
     losses = StepLosses(*accelerator.reduce(means, "sum").tolist())
+    if budget is not None:
+        budget.slope = float(accelerator.reduce(budget.take_gradient(), "sum")) / accelerator.num_processes
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return losses, float(model.get_global_grad_norm() or 0.0)
     trained = [weight for weight in model.parameters() if weight.requires_grad]

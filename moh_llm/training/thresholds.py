@@ -1,0 +1,142 @@
+"""Thresholds at the end of a run: on text, the model then reads exactly the share of keys that it promises.
+
+A threshold is a router's bias. All biases get the same shift, a quantile of the scores. A routed head that no token, or
+every token, of the text has on becomes never-on, or always-on: its outputs on that text stay the same, and backends
+compute such heads without sorting tokens.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from moh_llm.devices import float64_device
+from moh_llm.metrics import Batch
+from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
+from moh_llm.modeling.configuration_moh_llama import FORMAT
+from moh_llm.training.budget import distant_keys
+
+_BINS, _HIGHEST = 2**16, 16.0  # scores are counted in bins from -16 to 16, which are 0.0005 wide
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What changes in a model so that it reads its budget.
+
+    Attributes:
+        shift: is added to all scores.
+        active_heads: heads that tokens then have on in each layer, rounded mean over distant keys.
+        always_on, never_on: ids of routed groups in each layer that every token, or no token, then has on.
+        distant_read: share of the text's distant keys that is then read.
+    """
+
+    shift: float
+    active_heads: list[int]
+    always_on: list[list[int]]
+    never_on: list[list[int]]
+    distant_read: float
+
+
+@torch.no_grad()
+def measure_thresholds(
+    accelerator: Accelerator, model: nn.Module, batches: Iterable[Batch], target: float
+) -> Thresholds | None:
+    """The thresholds at which a model reads the share ``target`` of the distant keys of some text.
+
+    Args:
+        accelerator, model: the prepared `moh_llm.training.step.TrainingStep`, and what prepared it.
+        batches: this process's part of the text, as many batches on each process.
+        target: share of the distant keys.
+
+    Returns:
+        None where the text has no distant keys.
+    """
+    network = accelerator.unwrap_model(model).network
+    routers, device = network.routers, accelerator.device
+    exact = float64_device(device)
+    counts = [torch.zeros(router.routed_groups, _BINS, dtype=torch.float64, device=exact) for router in routers]
+    distant_sum = torch.zeros((), dtype=torch.float64, device=exact)
+    model.eval()
+    for batch in batches:
+        inputs = batch["input_ids"], batch["position_ids"], batch["labels"]
+        _, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
+        weights = distant_keys(network.config, batch["position_ids"]).flatten().to(exact, torch.float64)
+        distant_sum += weights.sum()
+        for logits, count in zip(router_logits, counts, strict=True):
+            bins = ((logits.to(exact) + _HIGHEST) * (_BINS / 2 / _HIGHEST)).clamp(0, _BINS - 1).long()
+            for group in range(len(count)):
+                count[group] += torch.bincount(bins[:, group], weights, minlength=_BINS)
+    model.train()
+    distant_sum = accelerator.reduce(distant_sum, "sum")
+    counts = [accelerator.reduce(count, "sum").cpu() for count in counts]
+    if not distant_sum:
+        return None
+    return _thresholds_of(routers, [count / float(distant_sum) for count in counts], target)
+
+
+def _thresholds_of(routers: list[MoHRouter], shares: list[torch.Tensor], target: float) -> Thresholds:
+    """`Thresholds`, given for each layer the share of distant keys by the bin of their tokens' score, `[U, bins]`."""
+    size, heads = routers[0].group_size, sum(router.num_heads for router in routers)
+    wanted = (target * heads - sum(router.num_shared for router in routers)) / size
+    above = (
+        torch.stack([share.sum(0) for share in shares]).sum(0).flip(0).cumsum(0).flip(0)
+    )  # of each bin and higher ones
+    edge = int((above - wanted).abs().argmin())
+    on = [share[:, edge:].sum(-1) for share in shares]  # share of distant keys that each group reads
+    means = [router.num_shared / size + float(groups.sum()) for router, groups in zip(routers, on, strict=True)]
+    return Thresholds(
+        shift=_HIGHEST - edge * 2 * _HIGHEST / _BINS,
+        active_heads=[size * count for count in _rounded(means)],
+        always_on=[(groups > 1 - 1e-9).nonzero().flatten().tolist() for groups in on],
+        never_on=[(groups == 0).nonzero().flatten().tolist() for groups in on],
+        distant_read=size * sum(means) / heads,
+    )
+
+
+def _rounded(numbers: list[float]) -> list[int]:
+    """The numbers rounded so that their sum changes by less than one: those with the largest remainders go up."""
+    down = [int(number) for number in numbers]
+    order = sorted(range(len(numbers)), key=lambda i: down[i] - numbers[i])
+    for i in order[: round(sum(numbers)) - sum(down)]:
+        down[i] += 1
+    return down
+
+
+@torch.no_grad()
+def set_thresholds(network: MoHLlamaForCausalLM, found: Thresholds) -> None:
+    """Shift the scores of a model, and change the kinds of heads that are on for every token or for none, in place."""
+    config = network.config
+    shared, never = list(map(list, config.shared_heads_per_layer)), list(map(list, config.never_on_heads_per_layer))
+    for number, router in enumerate(network.routers):
+        if not router.num_routed:
+            continue
+        router.routed.bias += found.shift
+        for groups, heads in ((found.always_on[number], shared), (found.never_on[number], never)):
+            ids = [router.routed_heads[group * router.group_size :][: router.group_size] for group in groups]
+            heads[number] = sorted([*heads[number], *(head for group in ids for head in group)])
+    is_local = config.head_fallback == "local"  # only windows can replace a head for good
+    config.shared_heads, config.num_shared_heads = shared, [len(heads) for heads in shared]
+    if is_local and any(never):
+        config.never_on_heads, config.moh_format = never, FORMAT
+    rooms = zip(found.active_heads, shared, map(config.routed_heads, range(len(shared))), strict=True)
+    config.num_active_heads = [max(len(own), min(active, len(own) + len(routed))) for active, own, routed in rooms]
+    config.validate_head_plan()
+    for number, layer in enumerate(network.model.layers):
+        attention, router = layer.self_attn, layer.self_attn.router
+        attention.router = MoHRouter(config, number)
+        routed = torch.tensor(router.routed_heads[:: router.group_size])
+        _take_rows(attention.router, router, torch.isin(routed, torch.tensor(attention.router.routed_heads)))
+        if len(shared[number]) == config.num_attention_heads:
+            attention.fallback = None
+        elif (fallback := attention.fallback) is not None:
+            attention.fallback = type(fallback)(config, number)
+            _take_rows(attention.fallback, fallback, torch.isin(fallback.index, attention.fallback.index))
+
+
+def _take_rows(new: nn.Module, old: nn.Module, kept: torch.Tensor) -> None:
+    """Copy the ``kept`` rows, one for each head or group, of the parameters of ``old`` to ``new``."""
+    for name, weight in new.named_parameters():
+        weight.data = old.get_parameter(name)[kept].clone()
+        weight.requires_grad_(old.get_parameter(name).requires_grad)
