@@ -24,6 +24,7 @@ class Scores(Record):
         kl: KL to the reference in nats per token.
         ratio_interval, kl_interval: 95 % intervals over documents (`moh_llm.intervals`); None below 5 documents.
         top1_agreement: share of tokens whose most likely prediction is the reference's.
+        keys_read: threshold routers: share of the keys that the model reads in a document of the recipe's length.
         dtype, all_heads_kl: of the saved model alone: the dtype of both models, and the KL with all heads on (how far
             training moved the dense weights).
     """
@@ -37,6 +38,7 @@ class Scores(Record):
     kl: float | None = None
     kl_interval: list[float] | None = None
     top1_agreement: float | None = None
+    keys_read: float | None = None
     dtype: str | None = None
     all_heads_kl: float | None = None
 
@@ -82,6 +84,8 @@ class RunRecord(Record):
         data_read: the receipt of what was read, by source.
         parameters: numbers of weights: ``total``, ``trained``, and ``trained_`` of base, adapters, routers, fallbacks.
         balance_coefficient: weight of the load-balance loss; None where the model's routers have no such loss.
+        keys_asked, keys_calibrated: threshold routers: share of the keys that the model should read in a document of
+            the recipe's length, and that it reads in the training text.
         evaluation: scores of the saved model.
         model_files: the files of ``OUTPUT/model`` by name, without its seal.
         made: hashes of the saved model.
@@ -103,6 +107,8 @@ class RunRecord(Record):
     parameters: dict[str, int] | None = None
     balance_coefficient: float | None = None
     versions: dict[str, str] | None = None
+    keys_asked: float | None = None
+    keys_calibrated: float | None = None
     evaluation: Scores | None = None
     model_files: dict[str, FileMark] | None = None
     made: WeightHashes | None = None

@@ -42,7 +42,10 @@ from moh_llm.training.saving import is_finished, save_network
 from moh_llm.training.scoring import evaluate, score_saved
 from moh_llm.training.sharding import build_networks
 from moh_llm.training.step import MOST_DROPPED, accumulate_gradients, seed_step, set_learning_rates, why_dropped
+from moh_llm.training.thresholds import Thresholds, measure_thresholds
 from moh_llm.training.zero import by_deepspeed
+
+THRESHOLD_SEQUENCES = 64  # sequences of the training text that thresholds are set on
 
 
 def train(
@@ -126,6 +129,7 @@ class _Training:
         )
         self.networks = build_networks(config, accelerator, self.reference, self.say)
         self.balance_coefficient = balance_coefficient(config.objective, self.networks.network)
+        self.plan = self.networks.network.config
         self.budget = make_budget(config, self.networks.network, accelerator.device)
 
     def _open_data(self) -> None:
@@ -214,6 +218,8 @@ class _Training:
                     self.checkpoints.wait()
                 if stop or step % config.checkpoint.save_steps == 0 or step == config.max_steps:
                     facts = {"updates": self.updates, "seconds": round(self.seconds, 3), "data": receipt}
+                    if self.budget is not None:
+                        facts["budget"] = (self.budget.multiplier, self.budget.average)
                     self.checkpoints.begin(step, facts)
                 if stop:
                     self.checkpoints.wait()
@@ -248,12 +254,14 @@ class _Training:
         nets.optimizer.zero_grad()
         line = step_line(step, losses, beta, rates, norm, config, began, multiplier)
         if multiplier is not None:
-            line.keys_multiplier = multiplier
-            length = config.data.sequence_length
-            line.keys_read = round(share_of_keys(nets.network.config, losses.distant_read, length), 6)
+            line.keys_multiplier, line.keys_read = multiplier, round(self._share_of_keys(losses.distant_read), 6)
         if fault:  # the log has the field for dropped steps alone
             line.dropped = fault
         return line
+
+    def _share_of_keys(self, share: float) -> float:
+        """Share of all keys of a sequence, given that of the distant ones."""
+        return share_of_keys(self.plan, share, self.config.data.sequence_length)
 
     # ---- the tuned model
 
@@ -262,17 +270,33 @@ class _Training:
         config, accelerator, run = self.config, self.accelerator, self.run
         receipt = make_receipt(self.stream, config.max_steps * config.data.batch_size)
         self.checkpoints.wait()
+        thresholds = self._measure_thresholds()
         del self.checkpoints, self.networks  # memory for the model that is scored
         accelerator.wait_for_everyone()
         accelerator.free_memory()
         files, made, scores = {}, None, None
         if accelerator.is_main_process:
             last = checkpoint_folder(run.checkpoints, config.max_steps)
-            save_network(config, last, self.tokenizer, run.model, self.start, config.max_steps)
+            save_network(config, last, self.tokenizer, run.model, self.start, config.max_steps, thresholds)
             files, made = mark_files(run.model), hash_model(run.model)
             files.pop(SEAL)  # it covers the card, which is written when the run is finished
             scores = score_saved(config, run.model, accelerator.device, self.held_out, self.reference)
             self.say(f"{run.model}: {held_out_scores(scores)}")
             tokens = config.max_steps * config.tokens_per_step
             self.say(f"{config.max_steps} steps, {tokens:,} tokens, {self.seconds:.0f} s of training")
-        run.finish(files, seconds=round(self.seconds, 3), data_read=receipt, made=made, evaluation=scores)
+        facts = {"seconds": round(self.seconds, 3), "data_read": receipt}
+        if thresholds is not None:
+            shares = {"keys_asked": self.budget.target, "keys_calibrated": thresholds.distant_read}
+            facts |= {name: round(self._share_of_keys(share), 6) for name, share in shares.items()}
+        run.finish(files, **facts, made=made, evaluation=scores)
+
+    def _measure_thresholds(self) -> Thresholds | None:
+        """The thresholds at which the tuned model reads its budget of the first sequences of the training text."""
+        if self.budget is None:
+            return None
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        rows = self.config.data.micro_batch_size
+        sequences = min(THRESHOLD_SEQUENCES, self.config.max_steps * self.config.data.batch_size)
+        rounds = range(max(1, sequences // (rows * world)))
+        batches = (self.stream.batch((number * world + rank) * rows, rows) for number in rounds)
+        return measure_thresholds(self.accelerator, self.networks.model, batches, self.budget.target)

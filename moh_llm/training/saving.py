@@ -24,6 +24,7 @@ from moh_llm.training.checkpoints import newest_checkpoint, read_weights, verifi
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.reference import StartingPoint, find_starting_point
 from moh_llm.training.runs import RUN_RECORD, Run, mark_model
+from moh_llm.training.thresholds import Thresholds, set_thresholds
 
 
 def save_network(
@@ -33,6 +34,7 @@ def save_network(
     folder: Path,
     starting_point: StartingPoint,
     steps: int,
+    thresholds: Thresholds | None = None,
 ) -> None:
     """Write the tuned model as a folder of its own: weights, config, tokenizer, remote code, lineage.
 
@@ -46,6 +48,7 @@ def save_network(
         folder: the folder to write.
         starting_point: the model that the run began with; the run is added to its lineage.
         steps: the number of steps made.
+        thresholds: what changes in the routers so that the model reads its budget.
 
     Raises:
         UserError: ``config.model`` cannot be read or is another model by now, or the disk refuses.
@@ -55,6 +58,8 @@ def save_network(
     read_weights(checkpoint, networks.trained_weights(network))
     if config.lora is not None:
         network = network.merge_and_unload()
+    if thresholds is not None:
+        set_thresholds(network, thresholds)
     dtype = _cast(network, Path(config.model))
     with new_folder(folder, overwrite=True) as temporary:
         try:

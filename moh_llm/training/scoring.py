@@ -17,6 +17,7 @@ from moh_llm.metrics import Batch, Comparison
 from moh_llm.modeling import MoHRouter
 from moh_llm.records.run import Routing, Scores
 from moh_llm.training import networks
+from moh_llm.training.budget import distant_keys, distant_keys_read, share_of_keys
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.losses import IGNORED, heads_on_sum, next_token_targets
 from moh_llm.training.reference import Reference
@@ -90,6 +91,7 @@ def evaluate(
     documents = 1 + max(int(batch["documents"].max()) for batch in batches)
     sums = torch.zeros(documents, len(SUMMED), dtype=torch.float64, device=float64_device(device))
     counts = RoutingCounts(step.network.config.heads_per_group)
+    keys = torch.zeros(2, dtype=torch.float64, device=sums.device)  # distant keys that are read, and all of them
     model.eval()
     for number in range(rounds):
         # Every process takes part in every micro-batch: some strategies gather weights in each.
@@ -105,6 +107,8 @@ def evaluate(
             own = batch["documents"][targets != IGNORED].to(sums.device)
             sums.index_add_(0, own, torch.cat([torch.ones_like(found[:, :1]), found], 1))
         routers = step.network.routers
+        distant = distant_keys(step.network.config, batch["position_ids"]).flatten().to(device)[: len(all_on)]
+        keys += wide(torch.stack([distant_keys_read(router_logits, routers, distant)[0], distant.sum()]))
         heads = wide(heads_on_sum(router_logits, routers, all_on)) / max(1, len(routers))
         pairs = list(zip(router_logits, routers, strict=True))
         # Where the same heads are on for all tokens, none chooses.
@@ -112,9 +116,12 @@ def evaluate(
         counts.add(choices, heads)
     model.train()
     reduce: Reduce = accelerator.reduce if accelerator else lambda tensor: tensor
-    sums = reduce(sums)
+    sums, keys = reduce(sums), reduce(keys)
     found = Comparison(sums[sums[:, 0] > 0].cpu().numpy())
     scores = Scores(tokens=found.tokens, documents=found.documents, perplexity=found.perplexity)
+    if step.network.config.router_type == "threshold" and keys[1]:
+        share, length = float(keys[0] / keys[1]), batches[0]["input_ids"].shape[1]
+        scores.keys_read = round(share_of_keys(step.network.config, share, length), 6)
     if step.has_teacher:
         scores.reference, scores.reference_perplexity = step.reference.kind, found.reference_perplexity
         scores.kl, scores.top1_agreement = found.kl, found.top1_agreement
