@@ -1,0 +1,238 @@
+"""The budget of keys: what the loss adds, how the multiplier follows, and the thresholds at the end of a run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from trained import read_log, read_record
+
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
+from moh_llm.training.budget import CORRECTION, MEMORY, KeyBudget, distant_keys, distant_keys_read
+from moh_llm.training.loop import train
+from moh_llm.training.parallel import make_accelerator
+from moh_llm.training.step import TrainingStep, accumulate_gradients
+from moh_llm.training.thresholds import measure_thresholds, set_thresholds
+
+PLAN = {"window": 4, "sinks": 1, "start": 8}
+
+
+@pytest.fixture(scope="module", params=["head", "kv_group"])
+def folder(request, made_once: Callable[..., Path], base_folder: Path, convert: Callable[..., int]) -> Path:
+    """The default conversion, with windows so short that a sequence of 32 tokens has distant keys."""
+    flags = ["--context", "64", "--local-window", str(PLAN["window"]), "--local-start", str(PLAN["start"])]
+    flags += ["--keys", "0.6", "--granularity", request.param, f"local_sinks={PLAN['sinks']}"]
+    made = made_once(f"budget-{request.param}", lambda folder: convert(base_folder, folder, *flags))
+    assert MoHLlamaConfig.from_pretrained(made).router_type == "threshold"
+    return made
+
+
+@pytest.fixture
+def network(folder: Path) -> MoHLlamaForCausalLM:
+    """The conversion, with scores that are spread around zero, so that tokens differ in their heads."""
+    network = MoHLlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for router in network.routers:
+            if router.num_routed:
+                router.routed.weight.normal_(std=0.3, generator=draw)
+                router.routed.bias.normal_(std=0.3, generator=draw)
+    return network
+
+
+def batch_of(rows: int, length: int = 32) -> dict[str, torch.Tensor]:
+    """Random sequences; the second document of each begins at another token."""
+    ids = torch.randint(5, 200, (rows, length), generator=torch.Generator().manual_seed(rows))
+    starts = torch.arange(rows) % 3 * 5
+    places = torch.arange(length).expand(rows, -1)
+    positions = torch.where(places < starts[:, None], places, places - starts[:, None])
+    return {"input_ids": ids, "position_ids": positions, "labels": ids}
+
+
+def test_distant_keys_read_are_those_of_a_loop(network) -> None:
+    batch, routers = batch_of(3), network.routers
+    logits = network.model(
+        batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, output_router_logits=True
+    ).router_logits
+    read, slope = distant_keys_read(logits, routers, distant_keys(network.config, batch["position_ids"]))
+    wanted, change, heads = 0.0, 0.0, network.config.num_attention_heads * len(routers)
+    for row in range(3):
+        for token, position in enumerate(batch["position_ids"][row].tolist()):
+            beyond = position + 1 - PLAN["window"] - PLAN["sinks"] if position >= PLAN["start"] else 0
+            for layer, router in enumerate(routers):
+                scores = logits[layer][row, token].double()
+                wanted += beyond * (router.num_shared + router.group_size * int((scores > 0).sum()))
+                soft = 1 / (1 + torch.exp(-scores))
+                change += beyond * router.group_size * float((soft * (1 - soft)).sum())
+    assert wanted > 0
+    assert float(read) == pytest.approx(wanted / heads, rel=1e-6)
+    assert float(slope) == pytest.approx(change / heads, rel=1e-5)
+    # Straight-through: the gradient of the sum is that of the sigmoids.
+    gradients = torch.autograd.grad(read, [layer for layer in logits if layer.shape[-1]])
+    assert float(sum(gradient.sum() for gradient in gradients)) == pytest.approx(float(slope), rel=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_step_minimises_task_and_budget_together(configure, network, rows: int) -> None:
+    config = configure(
+        **{"data.micro_batch_size": rows, "objective.kind": "cross_entropy", "optimizer.max_grad_norm": None}
+    )
+    batch, accelerator = batch_of(4), make_accelerator(config)
+    step = TrainingStep(network, None, config.objective).train()
+    found = {}
+    for multiplier in (0.0, 2.0):
+        budget = KeyBudget(network, accelerator.device, target=0.5)
+        budget.multiplier = multiplier
+        network.zero_grad()
+        losses, _ = accumulate_gradients(accelerator, accelerator.prepare(step), batch, config, 0.0, budget)
+        biases = [router.routed.bias.grad for router in network.routers if router.num_routed]
+        # A shift of all scores is a shift of all biases.
+        assert budget.slope == pytest.approx(float(sum(gradient.sum() for gradient in biases)), rel=1e-4)
+        found[multiplier] = losses, budget.slope
+    (alone, slope), (both, with_budget) = found.values()
+    assert alone == both  # the multiplier weighs the keys, and changes no loss
+    assert 0 < alone.distant_read < 1 and alone.distant_slope > 0
+    assert both.total(0.0, 2.0) == pytest.approx(alone.task + 2 * alone.distant_read)
+    assert with_budget - slope == pytest.approx(2 * alone.distant_slope, rel=1e-3)
+
+
+def test_multiplier_is_the_slope_of_the_task_over_that_of_the_keys(network) -> None:
+    budget = KeyBudget(network, torch.device("cpu"), target=0.4)
+    budget.slope = -0.3  # more heads lower the task's loss by 0.3 for each unit of the shift
+    budget.update(read=0.4, read_slope=0.1, step=0)
+    assert budget.multiplier == pytest.approx(3.0)
+    budget.slope = -0.1 + budget.multiplier * 0.1  # the task's part is -0.1
+    budget.update(read=0.44, read_slope=0.1, step=1)
+    average = MEMORY * 3.0 + (1 - MEMORY) * 1.0
+    assert budget.multiplier == pytest.approx(average * (1 + CORRECTION * 0.1))  # it reads a tenth too much
+    before = budget.multiplier
+    budget.update(read=0.0, read_slope=0.0, step=2)  # no token has distant keys
+    assert budget.multiplier == before
+    budget.slope = 10.0  # fewer heads would be better: nothing has to hold them down
+    budget.average = -1.0
+    budget.update(read=0.4, read_slope=0.1, step=3)
+    assert budget.multiplier == 0.0
+
+
+def test_thresholds_read_the_budget_and_keep_outputs(configure, network) -> None:
+    config = configure()
+    accelerator, batches = make_accelerator(config), [batch_of(2, 48), batch_of(3, 48)]
+    step = TrainingStep(network, None, config.objective)
+    with torch.no_grad():  # one group of the first layer is on for all tokens, one of the second for none
+        network.routers[0].routed.bias[0] = 50.0
+        network.routers[1].routed.bias[0] = -50.0
+    kinds = network.config.shared_heads_per_layer, network.config.never_on_heads_per_layer
+    found = measure_thresholds(accelerator, step, batches, target=0.6)
+    assert found.distant_read == pytest.approx(0.6, abs=0.02)  # a few hundred scores have no finer quantile
+
+    def outputs() -> tuple[torch.Tensor, float]:
+        total, read = 0.0, 0.0
+        hidden = []
+        for batch in batches:
+            named = {name: batch[name] for name in ("input_ids", "position_ids")}
+            with torch.no_grad():
+                output = network.model(**named, use_cache=False, output_router_logits=True)
+            distant = distant_keys(network.config, batch["position_ids"])
+            read += float(distant_keys_read(output.router_logits, network.routers, distant)[0])
+            total += float(distant.sum())
+            hidden.append(output.last_hidden_state.flatten(0, 1))
+        return torch.cat(hidden), read / total
+
+    with torch.no_grad():
+        for router in network.routers:
+            if router.num_routed:
+                router.routed.bias += found.shift
+    shifted, read = outputs()
+    assert read == pytest.approx(found.distant_read, abs=1e-3)
+    with torch.no_grad():
+        for router in network.routers:
+            if router.num_routed:
+                router.routed.bias -= found.shift
+    set_thresholds(network, found)
+    assert (network.config.shared_heads_per_layer, network.config.never_on_heads_per_layer) != kinds
+    assert 0 in network.config.shared_heads_per_layer[0] or kinds[0][0]
+    changed, read = outputs()
+    assert read == pytest.approx(found.distant_read, abs=1e-3)
+    torch.testing.assert_close(changed, shifted, atol=1e-5, rtol=1e-4)
+    # Saved, it loads as any model does.
+    assert MoHLlamaConfig.from_dict(network.config.to_dict()).never_on_heads == network.config.never_on_heads
+
+
+def test_a_run_holds_its_budget_and_records_it(configure, folder, base_folder, read_tensors) -> None:
+    config = configure(model=str(folder), freeze_base=True, max_steps=4, **{"objective.keys": 0.5})
+    record = train(config)
+    lines = read_log(Path(config.output_dir))
+    assert all(0 < line["keys_read"] <= 1 for line in lines if line["step"])
+    assert lines[1]["keys_multiplier"] == 0 and lines[2]["keys_multiplier"] != 0
+    assert record.keys_asked == pytest.approx(0.5, abs=1e-6)
+    assert 0 < record.evaluation.keys_read <= 1
+    base, tuned = read_tensors(base_folder), read_tensors(Path(config.output_dir) / "model")
+    assert all(torch.equal(tensor, tuned[name]) for name, tensor in base.items())
+    started = read_tensors(folder)
+    assert any(
+        not torch.equal(tensor, tuned[name]) for name, tensor in started.items() if ".router." in name and name in tuned
+    )
+    assert json.loads((Path(config.output_dir) / "run.json").read_text()) == read_record(Path(config.output_dir))
+
+
+def test_a_budget_below_what_windows_read_is_refused(configure, folder) -> None:
+    from moh_llm.errors import UserError
+
+    with pytest.raises(UserError, match=r"objective\.keys=0\.01.*data\.sequence_length"):
+        train(configure(model=str(folder), **{"objective.keys": 0.01}))
+
+
+def test_routers_without_a_gate_gradient_stay(configure, folder, read_tensors) -> None:
+    config = configure(model=str(folder), gate_gradient="none", max_steps=1)
+    record = train(config)
+    assert record.keys_asked is None
+    started, tuned = read_tensors(folder), read_tensors(Path(config.output_dir) / "model")
+    assert all(torch.equal(tensor, tuned[name]) for name, tensor in started.items() if ".router." in name)
+
+
+STORIES = "data/checkpoints/stories260K-hf"
+
+
+@pytest.mark.slow
+def test_routers_learn_within_their_budget(shared, tmp_path, configure) -> None:
+    """Turns red when the multiplier, its sign or the straight-through gradient is wrong (about a minute)."""
+    from moh_llm.api import convert
+
+    books = sorted((shared / "data/corpora/redpajama_arxiv").glob("train-*.jsonl"))
+    made = tmp_path / "moh"
+    convert(
+        str(shared / STORIES),
+        output=str(made),
+        context=256,
+        keys=0.33,
+        calibration=list(map(str, books)),
+        calibration_tokens=8192,
+        heldout_tokens=0,
+    )
+    mixture = tmp_path / "arxiv.yaml"
+    mixture.write_text(
+        json.dumps({"name": "arxiv", "sources": {"arxiv": {"weight": 1, "files": list(map(str, books))}}})
+    )
+    config = configure(
+        model=str(made),
+        freeze_base=True,
+        max_steps=40,
+        **{
+            "data.mixture": str(mixture),
+            "data.sequence_length": 256,
+            "data.batch_size": 4,
+            "data.micro_batch_size": 4,
+            "optimizer.learning_rate": 1e-2,
+            "optimizer.router_learning_rate": 1e-2,
+            "schedule.warmup_steps": 4,
+            "schedule.final_learning_rate": 1e-6,
+            "evaluation.eval_steps": 40,
+            "evaluation.max_tokens": 4096,
+            "checkpoint.save_steps": 40,
+        },
+    )
+    record = train(config)
+    before = read_log(Path(config.output_dir))[0]["validation"]
+    assert record.evaluation.kl < 0.6 * before["kl"]
+    assert record.evaluation.keys_read < 1.02 * before["keys_read"]
