@@ -298,5 +298,5 @@ class _Training:
         rows = self.config.data.micro_batch_size
         sequences = min(THRESHOLD_SEQUENCES, self.config.max_steps * self.config.data.batch_size)
         rounds = range(max(1, sequences // (rows * world)))
-        batches = (self.stream.batch((number * world + rank) * rows, rows) for number in rounds)
+        batches = [self.stream.batch((number * world + rank) * rows, rows) for number in rounds]
         return measure_thresholds(self.accelerator, self.networks.model, batches, self.budget.target)

@@ -35,7 +35,7 @@ class StepLosses(NamedTuple):
     experts: float = 0.0  # load-balance loss of feed-forward experts per sequence, weighted by `expert_balance_coef`
     heads_read: float = 0.0  # no loss: heads that a token had on, mean over layers
     distant_read: float = 0.0  # share of the distant keys that was read (`moh_llm.training.budget`)
-    distant_slope: float = 0.0  # no loss: derivative of `distant_read` with respect to a shift of all scores
+    distant_slope: float = 0.0  # no loss: its derivative with respect to a shift of all scores
 
     def total(self, beta: float, multiplier: float = 0.0) -> float:
         """The loss that is minimised; the arguments weigh the load-balance loss of heads and the distant keys read."""

@@ -1,11 +1,11 @@
-"""Thresholds at the end of a run: on text, the model then reads exactly the share of keys that it promises.
+"""Thresholds at the end of a run: on text, the model then reads the share of keys that it promises.
 
-A threshold is a router's bias. All biases get the same shift, a quantile of the scores. A routed head that no token, or
-every token, of the text has on becomes never-on, or always-on: its outputs on that text stay the same, and backends
-compute such heads without sorting tokens.
+A threshold is a router's bias. All biases get the same shift, found by the quantile of the scores. A routed head that
+no token, or every token, of the text has on becomes never-on, or always-on: its outputs on that text stay the same, and
+backends compute such heads without sorting tokens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.configuration_moh_llama import FORMAT
 from moh_llm.training.budget import distant_keys
 
+PASSES = 2
 _BINS, _HIGHEST = 2**16, 16.0  # scores are counted in bins from -16 to 16, which are 0.0005 wide
 
 
@@ -41,9 +42,11 @@ class Thresholds:
 
 @torch.no_grad()
 def measure_thresholds(
-    accelerator: Accelerator, model: nn.Module, batches: Iterable[Batch], target: float
+    accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch], target: float
 ) -> Thresholds | None:
     """The thresholds at which a model reads the share ``target`` of the distant keys of some text.
+
+    A shift also changes the hidden states that later layers score, so the text is read `PASSES` times.
 
     Args:
         accelerator, model: the prepared `moh_llm.training.step.TrainingStep`, and what prepared it.
@@ -53,46 +56,58 @@ def measure_thresholds(
     Returns:
         None where the text has no distant keys.
     """
-    network = accelerator.unwrap_model(model).network
-    routers, device = network.routers, accelerator.device
-    exact = float64_device(device)
-    counts = [torch.zeros(router.routed_groups, _BINS, dtype=torch.float64, device=exact) for router in routers]
-    distant_sum = torch.zeros((), dtype=torch.float64, device=exact)
-    model.eval()
-    for batch in batches:
-        inputs = batch["input_ids"], batch["position_ids"], batch["labels"]
-        _, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
-        weights = distant_keys(network.config, batch["position_ids"]).flatten().to(exact, torch.float64)
-        distant_sum += weights.sum()
-        for logits, count in zip(router_logits, counts, strict=True):
-            bins = ((logits.to(exact) + _HIGHEST) * (_BINS / 2 / _HIGHEST)).clamp(0, _BINS - 1).long()
-            for group in range(len(count)):
-                count[group] += torch.bincount(bins[:, group], weights, minlength=_BINS)
-    model.train()
-    distant_sum = accelerator.reduce(distant_sum, "sum")
-    counts = [accelerator.reduce(count, "sum").cpu() for count in counts]
-    if not distant_sum:
-        return None
-    return _thresholds_of(routers, [count / float(distant_sum) for count in counts], target)
-
-
-def _thresholds_of(routers: list[MoHRouter], shares: list[torch.Tensor], target: float) -> Thresholds:
-    """`Thresholds`, given for each layer the share of distant keys by the bin of their tokens' score, `[U, bins]`."""
+    routers = accelerator.unwrap_model(model).network.routers
     size, heads = routers[0].group_size, sum(router.num_heads for router in routers)
     wanted = (target * heads - sum(router.num_shared for router in routers)) / size
-    above = (
-        torch.stack([share.sum(0) for share in shares]).sum(0).flip(0).cumsum(0).flip(0)
-    )  # of each bin and higher ones
-    edge = int((above - wanted).abs().argmin())
-    on = [share[:, edge:].sum(-1) for share in shares]  # share of distant keys that each group reads
+    shift, edge = 0.0, _BINS // 2
+    hooks = [
+        router.routed.register_forward_hook(lambda module, inputs, scores: scores + shift)
+        for router in routers
+        if router.num_routed
+    ]
+    try:
+        for _ in range(PASSES):
+            if (shares := _score_shares(accelerator, model, batches)) is None:
+                return None
+            above = torch.stack([share.sum(0) for share in shares]).sum(0).flip(0).cumsum(0).flip(0)
+            edge = int((above - wanted).abs().argmin())  # scores of this bin and of higher ones read the budget
+            shift += _HIGHEST - edge * 2 * _HIGHEST / _BINS
+        shares = _score_shares(accelerator, model, batches)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    on = [share[:, _BINS // 2 :].sum(-1) for share in shares]  # share of distant keys that each group reads
     means = [router.num_shared / size + float(groups.sum()) for router, groups in zip(routers, on, strict=True)]
     return Thresholds(
-        shift=_HIGHEST - edge * 2 * _HIGHEST / _BINS,
+        shift=shift,
         active_heads=[size * count for count in _rounded(means)],
         always_on=[(groups > 1 - 1e-9).nonzero().flatten().tolist() for groups in on],
         never_on=[(groups == 0).nonzero().flatten().tolist() for groups in on],
         distant_read=size * sum(means) / heads,
     )
+
+
+def _score_shares(accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch]) -> list[torch.Tensor] | None:
+    """For each layer the share of distant keys by the bin of their tokens' score, `[U, bins]`; None without any."""
+    network, device = accelerator.unwrap_model(model).network, accelerator.device
+    exact = float64_device(device)
+    counts = [torch.zeros(router.routed_groups, _BINS, dtype=torch.float64, device=exact) for router in network.routers]
+    distant = torch.zeros((), dtype=torch.float64, device=exact)
+    model.eval()
+    for batch in batches:
+        inputs = batch["input_ids"], batch["position_ids"], batch["labels"]
+        _, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
+        weights = distant_keys(network.config, batch["position_ids"]).flatten().to(exact, torch.float64)
+        distant += weights.sum()
+        for logits, count in zip(router_logits, counts, strict=True):
+            # A score of exactly 0 is off, and belongs to the bin below.
+            bins = ((logits.to(exact, torch.float64) + _HIGHEST) * (_BINS / 2 / _HIGHEST)).ceil() - 1
+            bins = bins.clamp(0, _BINS - 1).long()
+            for group in range(len(count)):
+                count[group] += torch.bincount(bins[:, group], weights, minlength=_BINS)
+    model.train()
+    total = float(accelerator.reduce(distant, "sum"))
+    return [accelerator.reduce(count, "sum").cpu() / total for count in counts] if total else None
 
 
 def _rounded(numbers: list[float]) -> list[int]:

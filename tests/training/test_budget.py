@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trained import read_log, read_record
+from trained import read_log
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.budget import CORRECTION, MEMORY, KeyBudget, distant_keys, distant_keys_read
@@ -15,30 +15,30 @@ from moh_llm.training.parallel import make_accelerator
 from moh_llm.training.step import TrainingStep, accumulate_gradients
 from moh_llm.training.thresholds import measure_thresholds, set_thresholds
 
-PLAN = {"window": 4, "sinks": 1, "start": 8}
+WINDOW, SINKS, START = 4, 1, 8
 
 
-@pytest.fixture(scope="module", params=["head", "kv_group"])
-def folder(request, made_once: Callable[..., Path], base_folder: Path, convert: Callable[..., int]) -> Path:
-    """The default conversion, with windows so short that a sequence of 32 tokens has distant keys."""
-    flags = ["--context", "64", "--local-window", str(PLAN["window"]), "--local-start", str(PLAN["start"])]
-    flags += ["--keys", "0.6", "--granularity", request.param, f"local_sinks={PLAN['sinks']}"]
-    made = made_once(f"budget-{request.param}", lambda folder: convert(base_folder, folder, *flags))
-    assert MoHLlamaConfig.from_pretrained(made).router_type == "threshold"
-    return made
-
-
-@pytest.fixture
-def network(folder: Path) -> MoHLlamaForCausalLM:
-    """The conversion, with scores that are spread around zero, so that tokens differ in their heads."""
-    network = MoHLlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    draw = torch.Generator().manual_seed(0)
+@pytest.fixture(params=["head", "kv_group"])
+def network(request, base_folder: Path) -> MoHLlamaForCausalLM:
+    """A default model with random scores, and windows so short that a sequence of 32 tokens has distant keys."""
+    plan = {"router_type": "threshold", "router_score": "quantized", "head_fallback": "local", "num_active_heads": 2}
+    plan |= {"num_shared_heads": 1 if request.param == "head" else 0, "routing_granularity": request.param}
+    seen = {"local_window": WINDOW, "local_sinks": SINKS, "local_start": START}
+    torch.manual_seed(0)
+    network = MoHLlamaForCausalLM(MoHLlamaConfig.from_pretrained(base_folder, **plan, **seen)).train()
     with torch.no_grad():
         for router in network.routers:
-            if router.num_routed:
-                router.routed.weight.normal_(std=0.3, generator=draw)
-                router.routed.bias.normal_(std=0.3, generator=draw)
+            router.routed.weight.normal_(std=0.3)
+            router.routed.bias.normal_(std=0.3)
     return network
+
+
+@pytest.fixture(scope="module")
+def folder(made_once: Callable[..., Path], base_folder: Path, convert: Callable[..., int]) -> Path:
+    """A conversion with threshold routers and local fallbacks, of which each layer has routed heads."""
+    flags = ["--local-window", "6", "local_sinks=2", "--context", "64", "--router", "threshold"]
+    flags += ["--num-active-heads", "2", "--heldout-tokens", "0", "--num-shared-heads", "1"]
+    return made_once("budget", lambda folder: convert(base_folder, folder, *flags))
 
 
 def batch_of(rows: int, length: int = 32) -> dict[str, torch.Tensor]:
@@ -55,21 +55,22 @@ def test_distant_keys_read_are_those_of_a_loop(network) -> None:
     logits = network.model(
         batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, output_router_logits=True
     ).router_logits
+    logits = [scores.detach().requires_grad_() for scores in logits]
     read, slope = distant_keys_read(logits, routers, distant_keys(network.config, batch["position_ids"]))
     wanted, change, heads = 0.0, 0.0, network.config.num_attention_heads * len(routers)
     for row in range(3):
         for token, position in enumerate(batch["position_ids"][row].tolist()):
-            beyond = position + 1 - PLAN["window"] - PLAN["sinks"] if position >= PLAN["start"] else 0
+            beyond = position + 1 - WINDOW - SINKS if position >= START else 0
             for layer, router in enumerate(routers):
-                scores = logits[layer][row, token].double()
+                scores = logits[layer][row, token].detach().double()
                 wanted += beyond * (router.num_shared + router.group_size * int((scores > 0).sum()))
                 soft = 1 / (1 + torch.exp(-scores))
                 change += beyond * router.group_size * float((soft * (1 - soft)).sum())
     assert wanted > 0
-    assert float(read) == pytest.approx(wanted / heads, rel=1e-6)
+    assert float(read.detach()) == pytest.approx(wanted / heads, rel=1e-6)
     assert float(slope) == pytest.approx(change / heads, rel=1e-5)
     # Straight-through: the gradient of the sum is that of the sigmoids.
-    gradients = torch.autograd.grad(read, [layer for layer in logits if layer.shape[-1]])
+    gradients = torch.autograd.grad(read, logits)
     assert float(sum(gradient.sum() for gradient in gradients)) == pytest.approx(float(slope), rel=1e-5)
 
 
@@ -86,7 +87,7 @@ def test_a_step_minimises_task_and_budget_together(configure, network, rows: int
         budget.multiplier = multiplier
         network.zero_grad()
         losses, _ = accumulate_gradients(accelerator, accelerator.prepare(step), batch, config, 0.0, budget)
-        biases = [router.routed.bias.grad for router in network.routers if router.num_routed]
+        biases = [router.routed.bias.grad for router in network.routers]
         # A shift of all scores is a shift of all biases.
         assert budget.slope == pytest.approx(float(sum(gradient.sum() for gradient in biases)), rel=1e-4)
         found[multiplier] = losses, budget.slope
@@ -94,7 +95,8 @@ def test_a_step_minimises_task_and_budget_together(configure, network, rows: int
     assert alone == both  # the multiplier weighs the keys, and changes no loss
     assert 0 < alone.distant_read < 1 and alone.distant_slope > 0
     assert both.total(0.0, 2.0) == pytest.approx(alone.task + 2 * alone.distant_read)
-    assert with_budget - slope == pytest.approx(2 * alone.distant_slope, rel=1e-3)
+    # About twice the slope of the keys, which also change the scores of later layers.
+    assert with_budget - slope == pytest.approx(2 * alone.distant_slope, rel=0.1)
 
 
 def test_multiplier_is_the_slope_of_the_task_over_that_of_the_keys(network) -> None:
@@ -126,7 +128,7 @@ def test_thresholds_read_the_budget_and_keep_outputs(configure, network) -> None
     found = measure_thresholds(accelerator, step, batches, target=0.6)
     assert found.distant_read == pytest.approx(0.6, abs=0.02)  # a few hundred scores have no finer quantile
 
-    def outputs() -> tuple[torch.Tensor, float]:
+    def outputs(network: MoHLlamaForCausalLM) -> tuple[torch.Tensor, float]:
         total, read = 0.0, 0.0
         hidden = []
         for batch in batches:
@@ -141,39 +143,35 @@ def test_thresholds_read_the_budget_and_keep_outputs(configure, network) -> None
 
     with torch.no_grad():
         for router in network.routers:
-            if router.num_routed:
-                router.routed.bias += found.shift
-    shifted, read = outputs()
-    assert read == pytest.approx(found.distant_read, abs=1e-3)
+            router.routed.bias += found.shift
+    shifted, read = outputs(network)
+    assert read == pytest.approx(found.distant_read, abs=1e-6)
     with torch.no_grad():
         for router in network.routers:
-            if router.num_routed:
-                router.routed.bias -= found.shift
+            router.routed.bias -= found.shift
     set_thresholds(network, found)
     assert (network.config.shared_heads_per_layer, network.config.never_on_heads_per_layer) != kinds
     assert 0 in network.config.shared_heads_per_layer[0] or kinds[0][0]
-    changed, read = outputs()
-    assert read == pytest.approx(found.distant_read, abs=1e-3)
+    saved = MoHLlamaForCausalLM(MoHLlamaConfig.from_dict(network.config.to_dict())).train()
+    saved.load_state_dict(network.state_dict())
+    changed, read = outputs(saved)
+    assert read == pytest.approx(found.distant_read, abs=1e-6)
     torch.testing.assert_close(changed, shifted, atol=1e-5, rtol=1e-4)
-    # Saved, it loads as any model does.
-    assert MoHLlamaConfig.from_dict(network.config.to_dict()).never_on_heads == network.config.never_on_heads
 
 
 def test_a_run_holds_its_budget_and_records_it(configure, folder, base_folder, read_tensors) -> None:
-    config = configure(model=str(folder), freeze_base=True, max_steps=4, **{"objective.keys": 0.5})
+    config = configure(model=str(folder), freeze_base=True, max_steps=4, **{"objective.keys": 0.7})
     record = train(config)
     lines = read_log(Path(config.output_dir))
     assert all(0 < line["keys_read"] <= 1 for line in lines if line["step"])
     assert lines[1]["keys_multiplier"] == 0 and lines[2]["keys_multiplier"] != 0
-    assert record.keys_asked == pytest.approx(0.5, abs=1e-6)
+    assert record.keys_asked == pytest.approx(0.7, abs=1e-6)
     assert 0 < record.evaluation.keys_read <= 1
     base, tuned = read_tensors(base_folder), read_tensors(Path(config.output_dir) / "model")
     assert all(torch.equal(tensor, tuned[name]) for name, tensor in base.items())
     started = read_tensors(folder)
-    assert any(
-        not torch.equal(tensor, tuned[name]) for name, tensor in started.items() if ".router." in name and name in tuned
-    )
-    assert json.loads((Path(config.output_dir) / "run.json").read_text()) == read_record(Path(config.output_dir))
+    routers = [name for name in started if ".router." in name and name in tuned]
+    assert any(not torch.equal(started[name], tuned[name]) for name in routers)
 
 
 def test_a_budget_below_what_windows_read_is_refused(configure, folder) -> None:
@@ -199,21 +197,11 @@ def test_routers_learn_within_their_budget(shared, tmp_path, configure) -> None:
     """Turns red when the multiplier, its sign or the straight-through gradient is wrong (about a minute)."""
     from moh_llm.api import convert
 
-    books = sorted((shared / "data/corpora/redpajama_arxiv").glob("train-*.jsonl"))
-    made = tmp_path / "moh"
-    convert(
-        str(shared / STORIES),
-        output=str(made),
-        context=256,
-        keys=0.33,
-        calibration=list(map(str, books)),
-        calibration_tokens=8192,
-        heldout_tokens=0,
-    )
-    mixture = tmp_path / "arxiv.yaml"
-    mixture.write_text(
-        json.dumps({"name": "arxiv", "sources": {"arxiv": {"weight": 1, "files": list(map(str, books))}}})
-    )
+    texts = [str(path) for path in sorted((shared / "data/corpora/redpajama_arxiv").glob("train-*.jsonl"))]
+    made, mixture = tmp_path / "moh", tmp_path / "arxiv.yaml"
+    amounts = {"calibration": texts, "calibration_tokens": 8192, "heldout_tokens": 0}
+    convert(str(shared / STORIES), output=str(made), context=256, keys=0.33, **amounts)
+    mixture.write_text(json.dumps({"name": "arxiv", "sources": {"arxiv": {"weight": 1, "files": texts}}}))
     config = configure(
         model=str(made),
         freeze_base=True,
