@@ -199,28 +199,30 @@ def test_routers_learn_within_their_budget(shared, tmp_path, configure) -> None:
 
     texts = [str(path) for path in sorted((shared / "data/corpora/redpajama_arxiv").glob("train-*.jsonl"))]
     made, mixture = tmp_path / "moh", tmp_path / "arxiv.yaml"
-    amounts = {"calibration": texts, "calibration_tokens": 8192, "heldout_tokens": 0}
-    convert(str(shared / STORIES), output=str(made), context=256, keys=0.33, **amounts)
+    amounts = {"calibration_tokens": 16384, "heldout_tokens": 0}  # of Python's documentation, and not of papers
+    convert(str(shared / STORIES), output=str(made), context=512, keys=0.33, **amounts)
     mixture.write_text(json.dumps({"name": "arxiv", "sources": {"arxiv": {"weight": 1, "files": texts}}}))
     config = configure(
         model=str(made),
         freeze_base=True,
-        max_steps=40,
+        max_steps=24,
         **{
             "data.mixture": str(mixture),
-            "data.sequence_length": 256,
+            "data.sequence_length": 512,
             "data.batch_size": 4,
             "data.micro_batch_size": 4,
             "optimizer.learning_rate": 1e-2,
             "optimizer.router_learning_rate": 1e-2,
             "schedule.warmup_steps": 4,
             "schedule.final_learning_rate": 1e-6,
-            "evaluation.eval_steps": 40,
-            "evaluation.max_tokens": 4096,
-            "checkpoint.save_steps": 40,
+            "evaluation.eval_steps": 24,
+            "evaluation.max_tokens": 8192,
+            "checkpoint.save_steps": 24,
         },
     )
     record = train(config)
     before = read_log(Path(config.output_dir))[0]["validation"]
-    assert record.evaluation.kl < 0.6 * before["kl"]
-    assert record.evaluation.keys_read < 1.02 * before["keys_read"]
+    assert record.evaluation.kl < 0.5 * before["kl"]
+    assert record.keys_calibrated == pytest.approx(record.keys_asked, rel=1e-3)
+    assert record.evaluation.keys_read < 1.05 * record.keys_asked  # of other papers than the thresholds
+    assert read_log(Path(config.output_dir))[-1]["keys_read"] < 1.05 * record.keys_asked  # also before they were set
