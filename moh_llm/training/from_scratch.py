@@ -59,7 +59,9 @@ def read_architecture(path: Path) -> MoHLlamaConfig:
         with torch.device("meta"):
             MoHLlamaForCausalLM(config)
     except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError, StrictDataclassError) as error:
-        raise UserError(f"{path} makes no model: {reason(error).rsplit('Error: ', 1)[-1]}") from error
+        # A failed lookup, as of an activation, says no more than the name.
+        why = f"{error} is not known" if isinstance(error, KeyError) else reason(error).rsplit("Error: ", 1)[-1]
+        raise UserError(f"{path} makes no model: {why}") from error
     return config
 
 

@@ -39,7 +39,8 @@ class StepLosses(NamedTuple):
 
     def total(self, beta: float, multiplier: float = 0.0) -> float:
         """The loss that is minimised; the arguments weigh the load-balance loss of heads and the distant keys read."""
-        return self.task + beta * self.balance + self.experts + multiplier * self.distant_read
+        loss = self.task + beta * self.balance + self.experts
+        return loss + multiplier * self.distant_read if multiplier else loss  # routers get no gradient of zeros
 
 
 def next_token_targets(labels_BL: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trained import read_log
+from trained import read_log, unfinish
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.budget import CORRECTION, MEMORY, KeyBudget, distant_keys, distant_keys_read
@@ -172,6 +172,17 @@ def test_a_run_holds_its_budget_and_records_it(configure, folder, base_folder, r
     started = read_tensors(folder)
     routers = [name for name in started if ".router." in name and name in tuned]
     assert any(not torch.equal(started[name], tuned[name]) for name in routers)
+
+
+def test_a_resumed_run_goes_on_with_its_multiplier(configure, folder, tmp_path, read_tensors) -> None:
+    whole, halves = (tmp_path / name for name in ("whole", "halves"))
+    for run in (whole, halves):
+        train(configure(model=str(folder), output_dir=str(run)))
+    unfinish(halves, 2)
+    train(configure(model=str(folder), output_dir=str(halves)))
+    assert read_log(halves) == read_log(whole)
+    ours, theirs = (read_tensors(run / "model") for run in (halves, whole))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 def test_a_budget_below_what_windows_read_is_refused(configure, folder) -> None:

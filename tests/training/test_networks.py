@@ -132,7 +132,8 @@ def test_the_saved_folder_is_complete(configure, model_folder: Path, tmp_path: P
     began_with = Path(shutil.copytree(model_folder, tmp_path / "moh"))
     for name in ("LICENSE.txt", "NOTICE", "README.md"):
         (began_with / name).write_text("Terms.")
-    (began_with / "conversion.json").write_text('{"base": {"name": "x"}}')
+    record = {"base": {"name": "x", "revision": None, "dense_sha256": "0"}}
+    (began_with / "conversion.json").write_text(json.dumps(record))
     for name in ("seal.json", "lineage.json"):  # of other weights
         (began_with / name).unlink()
     config = configure(model=str(began_with))
@@ -144,7 +145,7 @@ def test_the_saved_folder_is_complete(configure, model_folder: Path, tmp_path: P
     saved = networks.load_network(tmp_path / "saved", torch.float32)
     assert torch.equal(saved.model.norm.weight.detach(), weights["model.norm.weight"])
     assert (tmp_path / "saved" / "modeling_moh_llama.py").is_file()
-    assert json.loads((tmp_path / "saved" / "conversion.json").read_text()) == {"base": {"name": "x"}}
+    assert json.loads((tmp_path / "saved" / "conversion.json").read_text()) == record
     assert all((tmp_path / "saved" / name).read_text() == "Terms." for name in ("LICENSE.txt", "NOTICE"))
     assert not (tmp_path / "saved" / "README.md").exists()
     assert networks.load_tokenizer(tmp_path / "saved")("a day")["input_ids"] == tokenizer("a day")["input_ids"]
