@@ -4,15 +4,13 @@
         --data-dir out/benchmarks --output out/above_chance
 
 scores LAMBADA, SciQ, PIQA, HellaSwag, ARC-Easy, WinoGrande, BoolQ and OpenBookQA (`above_chance.yaml`) without
-examples, by lm-eval. Where a benchmark has two forms, the cloze and one that asks for an option's letter, the table has
-the one on which the base's margin over chance is larger, for all models. Figures: accuracy in percent; margin, accuracy
-less what guessing gives; kept, the margin's share of the base's, none where the base's interval reaches chance; nats,
-by how much the log-likelihood of the right answer is above the base's, and that by byte of the answer. The last row is
-the mean over benchmarks, of the margins over those that the base is above chance on. Intervals are 95 %, by bootstrap
-over items, which all models share. Below the table: what share of the base's keys each converted model reads in the
-first prompts of each benchmark, a mean over benchmarks and in each. --output holds the finished benchmarks of each
-model, so that the same command goes on where it stopped and takes more models, and `above_chance.json`. The same of
-prompts of 2,000 to 4,000 tokens:
+examples, by lm-eval. Figures: accuracy in percent; margin, accuracy less what guessing gives; kept, the margin's share
+of the base's, none where the base's interval reaches chance; nats, by how much the log-likelihood of the right answer
+is above the base's. The last row is the mean over benchmarks, of the margins over those
+that the base is above chance on. Intervals are 95 %, by bootstrap over items, which all models share. Below the table:
+what share of the base's keys each converted model reads in the first prompts of each benchmark, a mean over benchmarks
+and in each. --output holds the finished benchmarks of each model, so that the same command goes on where it stopped and
+takes more models, and `above_chance.json`. The same of prompts of 2,000 to 4,000 tokens:
 
     python benchmarks/above_chance.py BASE --suite benchmarks/long_prompts.yaml --models ...
 """
@@ -46,8 +44,8 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 
 RESAMPLES = 2000
 SUITE = Path(__file__).with_suffix(".yaml")
+BATCH = 8
 PROMPTS = 4  # of each benchmark, in which the keys that are read are counted
-FORMS = (" cloze", " letters")
 
 
 class Items(NamedTuple):
@@ -56,7 +54,6 @@ class Items(NamedTuple):
     right: np.ndarray  # scores from 0 to 1
     chance: np.ndarray
     gold: np.ndarray  # log-likelihood of the right answer, nats
-    size: np.ndarray  # bytes of the right answer
 
 
 def main() -> int:
@@ -66,8 +63,7 @@ def main() -> int:
     parser.add_argument("--suite", default=str(SUITE), help="YAML file of benchmarks (default: above_chance.yaml here)")
     parser.add_argument("--data-dir", type=Path, help="local data, as for moh-llm evaluate (default: the Hub)")
     parser.add_argument("--items", type=int, default=1000, help="at most so many of each benchmark (default: 1000)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks, without their forms (default: all)")
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks (default: all)")
     add_compute_dtype(parser)
     parser.add_argument("--output", type=Path, required=True)
     return status_of(run, parser.parse_args())
@@ -83,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     suite = chosen(load_suite(args.suite), args.only)
     finished = Finished(args.output)
     scores = score(
-        *(models, suite, args.data_dir, args.items, args.batch_size, args.compute_dtype),
+        *(models, suite, args.data_dir, args.items, BATCH, args.compute_dtype),
         finished=finished,
         log_samples=True,
     )
@@ -102,11 +98,9 @@ def run(args: argparse.Namespace) -> None:
     for label, read in keys.items():
         by_name = ", ".join(f"{name} {share:.3f}" for name, share in read.items())
         print(f"{label} reads {np.mean([*read.values()]):.3f} of the base's keys: {by_name}")
-    seconds = {label: round(sum(one.seconds for one in result.scores.values())) for label, result in scores.items()}
-    print(", ".join(f"{label} took {spent} s" for label, spent in seconds.items()))
     versions = installed_versions()
     print(f"{scores['base'].dtype}, {', '.join(f'{name} {version}' for name, version in versions.items())}")
-    record = {"models": models, "suite": suite.name, "items": args.items, "keys": keys, "seconds": seconds}
+    record = {"models": models, "suite": suite.name, "items": args.items, "keys": keys}
     record |= {"versions": versions, "rows": rows}
     write_json(args.output / "above_chance.json", record)
 
@@ -135,26 +129,19 @@ def share_read(model: MoHLlamaForCausalLM, tokens: list[int]) -> float:
 
 
 def chosen(suite: Suite, names: Sequence[str] | None) -> Suite:
-    """The suite's benchmarks of these names, in both forms; None: all."""
+    """The suite's benchmarks of these names; None: all."""
     if names is None:
         return suite
-    known = list(dict.fromkeys(plain(benchmark.name) for benchmark in suite.benchmarks))
+    known = [benchmark.name for benchmark in suite.benchmarks]
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"--only {unknown[0]}: must be of {', '.join(known)}")
-    return dataclasses.replace(suite, benchmarks=[b for b in suite.benchmarks if plain(b.name) in names])
-
-
-def plain(name: str) -> str:
-    """A benchmark's name without its form."""
-    for form in FORMS:
-        name = name.removesuffix(form)
-    return name
+    return dataclasses.replace(suite, benchmarks=[b for b in suite.benchmarks if b.name in names])
 
 
 def items_of(result: ModelScores, loaded: Loaded, finished: Finished, label: str, limit: int) -> Items:
     """The items of one model on one benchmark, which is one task."""
     name, (task,) = loaded.benchmark.name, loaded.tasks
-    gold, size = [], []
+    gold = []
     with finished.file(label, name).open(encoding="utf-8") as lines:
         next(lines)  # the scores
         for line, row in zip(lines, task.task_docs.select(range(min(limit, len(task.task_docs)))), strict=True):
@@ -163,22 +150,17 @@ def items_of(result: ModelScores, loaded: Loaded, finished: Finished, label: str
                 given = task.doc_to_text(row) if task.multiple_input else task.doc_to_target(row)
                 answer = given if isinstance(given, int) else task.doc_to_choice(row).index(given)
             gold.append(float(item["resps"][answer][0][0]))
-            size.append(len(item["arguments"][answer][1].strip().encode()))
     (right,) = result.scores[name].strata
     chances = result.chances[name]
     assert chances is not None
-    return Items(np.array(right), np.array(chances[0]), np.array(gold), np.array(size, dtype=float))
+    return Items(np.array(right), np.array(chances[0]), np.array(gold))
 
 
 def table(found: dict[str, dict[str, Items]], benchmarks: Sequence[Benchmark]) -> list[dict[str, Any]]:
-    """A row for each benchmark, in its better form, and model, and for the means over benchmarks of each model."""
-    forms: dict[str, list[str]] = {}
-    for benchmark in benchmarks:
-        forms.setdefault(plain(benchmark.name), []).append(benchmark.name)
-    margins = {name: np.mean(items.right - items.chance) for name, items in found["base"].items()}
-    best = [max(names, key=margins.__getitem__) for names in forms.values()]
-    draws = {name: draw(len(found["base"][name].right), seed) for seed, name in enumerate(best)}
-    above = [name for name in best if ends(margin(found["base"][name], draws[name]))[0] > 0]
+    """A row for each benchmark and model, and for the means over benchmarks of each model."""
+    everything = [benchmark.name for benchmark in benchmarks]
+    draws = {name: draw(len(found["base"][name].right), seed) for seed, name in enumerate(everything)}
+    above = [name for name in everything if ends(margin(found["base"][name], draws[name]))[0] > 0]
 
     def row(name: str, label: str, names: Sequence[str], ranked: Sequence[str], has_share: bool) -> dict[str, Any]:
         """Means over `names`, of margins over `ranked`."""
@@ -191,14 +173,13 @@ def table(found: dict[str, dict[str, Items]], benchmarks: Sequence[Benchmark]) -
             over(lambda base, own, w: margin(own, w), ranked),
             over(lambda base, own, w: margin(base, w), ranked),
             over(lambda base, own, w: mean(own.gold - base.gold, w)),
-            over(lambda base, own, w: mean(own.gold - base.gold, w) / mean(own.size, w)),
             has_share=has_share,
         )
         return {"benchmark": name, "model": label, "items": sum(len(found[label][n].right) for n in names)} | own
 
-    rows = [row(name, label, [name], [name], name in above) for name in best for label in found]
-    mean_of = f"mean of {len(best)}, {len(above)} above chance"
-    return rows + [row(mean_of, label, best, above or best, bool(above)) for label in found]
+    rows = [row(name, label, [name], [name], name in above) for name in everything for label in found]
+    mean_of = f"mean of {len(everything)}, {len(above)} above chance"
+    return rows + [row(mean_of, label, everything, above or everything, bool(above)) for label in found]
 
 
 def draw(count: int, seed: int) -> np.ndarray:
@@ -223,10 +204,10 @@ def ends(values: np.ndarray) -> list[float]:
 
 
 def figures(
-    accuracy: np.ndarray, own: np.ndarray, base: np.ndarray, nats: np.ndarray, by_byte: np.ndarray, has_share: bool
+    accuracy: np.ndarray, own: np.ndarray, base: np.ndarray, nats: np.ndarray, has_share: bool
 ) -> dict[str, Any]:
     """A row's figures with their intervals; `own` and `base` are margins. Shares and accuracies are in percent."""
-    row = {"accuracy": 100 * accuracy, "margin": 100 * own, "nats": nats, "nats_per_byte": by_byte}
+    row = {"accuracy": 100 * accuracy, "margin": 100 * own, "nats": nats}
     if has_share:
         row["kept"] = 100 * own / base
     return {key: {"value": float(values[0]), "interval": ends(values)} for key, values in row.items()}
@@ -234,9 +215,9 @@ def figures(
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     """The table in Markdown."""
-    columns = {"accuracy": ".1f", "margin": ".1f", "kept": ".1f", "nats": ".4f", "nats_per_byte": ".4f"}
-    print("| benchmark | items | model | accuracy | margin | kept, % | nats | nats per byte |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = {"accuracy": ".1f", "margin": ".1f", "kept": ".1f", "nats": ".4f"}
+    print("| benchmark | items | model | accuracy | margin | kept, % | nats |")
+    print("|---|---|---|---|---|---|---|")
     for row in rows:
         cells = [
             show_figure(row[key]["value"], row[key]["interval"], form) if key in row else "-"

@@ -1,6 +1,6 @@
 """What a MoH model of LLaMA3-8B's shape could save as a whole, by counting: no measurement, no weights, no device.
 
-    python benchmarks/arithmetic.py --shares 75 50
+    python benchmarks/arithmetic.py
 
 - prefill: shares of a forward pass's FLOPs by part, and the whole with part of the heads relative to all of them, with
   value fallbacks, a linear router and one shared head: "least" skips what can be skipped
@@ -16,19 +16,16 @@ import sys
 from moh_llm.flops import forward_flops, forward_parts
 from moh_llm.modeling import MoHLlamaConfig
 
+SHARES = 75, 50  # percent of the heads, or of the groups of keys and values
 HEADS, LENGTHS, ROWS = 32, (2048, 8192, 32768, 131072), (1, 16, 64)
 LLAMA3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
 SCORES, BYTES = "scores and weighted sums", 2
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shares", nargs="+", type=int, default=[90, 75, 50], help="percent of the heads, or groups")
-    args = parser.parse_args()
-    if not all(0 < share <= 100 for share in args.shares):
-        parser.error(f"--shares {args.shares}: percent of the heads, above 0 and at most 100")
-    prefill(args.shares)
-    decode(args.shares)
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    prefill()
+    decode()
     return 0
 
 
@@ -39,34 +36,34 @@ def with_heads(share: int, fallback: str = "value") -> MoHLlamaConfig:
     return MoHLlamaConfig(**LLAMA3_8B, **heads, **plan, head_fallback=fallback)
 
 
-def prefill(shares: list[int]) -> None:
+def prefill() -> None:
     """Print the table of FLOPs."""
     names = list(forward_parts(with_heads(100), 1, dense=True))
     names = [name for name in names if name not in ("routing", "fallbacks")]  # which the dense model lacks
-    ratios = [f"{share} %, {how}" for share in shares for how in ("no fallbacks", "least")]
+    ratios = [f"{share} %, {how}" for share in SHARES for how in ("no fallbacks", "least")]
     print_head("prefill", ["tokens", *names, *ratios])
     for length in LENGTHS:
         dense = forward_parts(with_heads(100), length, dense=True)
         total = sum(dense.values())
         cells = [f"{dense[name] / total:.1%}" for name in names]
-        for share in shares:
+        for share in SHARES:
             without = forward_flops(with_heads(share, fallback="none"), length)
             cells += [f"{flops / total:.3f}" for flops in (without, forward_flops(with_heads(share), length))]
         print_row([f"{length:,}", *cells])
 
 
-def decode(shares: list[int]) -> None:
+def decode() -> None:
     """Print the table of bytes."""
     shape = with_heads(100)
     # A token's products read each weight once, at two operations.
     parts = forward_parts(shape, 1, dense=True)
     weights = sum(count for name, count in parts.items() if name != SCORES) // 2 * BYTES
     per_token = 2 * shape.num_key_value_heads * shape.head_dim * shape.num_hidden_layers * BYTES
-    print_head("decode", ["context", "rows", "weights, GB", "cache, GB", *(f"{s} % of the groups" for s in shares)])
+    print_head("decode", ["context", "rows", "weights, GB", "cache, GB", *(f"{s} % of the groups" for s in SHARES)])
     for context in LENGTHS:
         for rows in ROWS:
             cache = context * rows * per_token
-            ratios = [f"{(weights + cache * share / 100) / (weights + cache):.3f}" for share in shares]
+            ratios = [f"{(weights + cache * share / 100) / (weights + cache):.3f}" for share in SHARES]
             print_row([f"{context:,}", str(rows), f"{weights / 1e9:.2f}", f"{cache / 1e9:.2f}", *ratios])
 
 

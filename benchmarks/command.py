@@ -1,10 +1,11 @@
-"""What the commands of this folder share: how they end, what they compute in, how they load models and resume.
+"""What the commands of this folder share: how they end, dtype, models, time, and how they resume.
 
 They end with 0, or with 1 and a line that says what is wrong.
 """
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,13 @@ def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtyp
 def kind_of_device(device: torch.device) -> str:
     """The device by name, for figures that go on on the same one; all CPUs are one kind, whatever their threads."""
     return "CPU" if device.type == "cpu" else name_device(device)
+
+
+def now() -> float:
+    """Seconds, after what was launched on an accelerator has ended."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def load_dense(name: str | Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

@@ -7,7 +7,7 @@
 documents are the population, whose perplexity ratio and KL are the truth. From each text, and from all together, so
 many documents are drawn with replacement, `--draws` times, and intervals made of them: by percentiles of a bootstrap
 over documents, and those that this package prints. `items` does so with simulated right and wrong answers of a model
-and its base: 1.96 standard errors (delta method for the share of the base's score), Newcombe's, and those printed.
+and its base: 1.96 standard errors (delta method for the share of the base's score), and those printed.
 A share is of draws in which an interval was printed; where that is fewer than half of all, it is left out.
 """
 
@@ -119,8 +119,8 @@ def bootstrap(sums: np.ndarray, figure: Callable[[np.ndarray], np.ndarray]) -> E
 def cover_items(args: argparse.Namespace) -> None:
     """Print the table of items: the least share over bases' scores and sides."""
     print(f"least share of {args.draws} draws, seed {args.seed}, over bases of {BASES} and {LOST} of the items lost\n")
-    print("| items | differ | difference: 1.96 errors | Newcombe | printed | share: 1.96 errors | printed |")
-    print("|---|---|---|---|---|---|---|")
+    print("| items | differ | difference: 1.96 errors | printed | share: 1.96 errors | printed |")
+    print("|---|---|---|---|---|---|")
     for items, differing in itertools.product(ITEMS, DIFFERING):
         found = [cover_scores(items, base, differing, lost, args) for base, lost in settings(differing)]
         least = {key: min(one[key] for one in found if not math.isnan(one[key])) for key in found[0]}
@@ -148,7 +148,7 @@ def cover_scores(items: int, base: float, differing: float, lost: float, args: a
         for key, ends in intervals_of(model, of_base).items():
             if ends is not None:
                 held.setdefault(key, []).append(covers(ends, truth[key.split(":")[0]]))
-    keys = "difference: errors", "difference: Newcombe", "difference: printed", "share: errors", "share: printed"
+    keys = "difference: errors", "difference: printed", "share: errors", "share: printed"
     few = args.draws / 2
     return {key: float(np.mean(held[key])) if len(held.get(key, [])) > few else math.nan for key in keys}
 
@@ -158,7 +158,6 @@ def intervals_of(model: np.ndarray, base: np.ndarray) -> dict[str, Ends]:
     m, b = model.mean(), base.mean()
     errors = [values.std(ddof=1) / math.sqrt(len(values)) for values in (model, base, model - base)]
     found: dict[str, Ends] = {"difference: errors": around(m - b, NORMAL * errors[2])}
-    found["difference: Newcombe"] = newcombe(model, base)
     values = value_of([model.tolist()], 0, 1), value_of([base.tolist()], 0, 1)
     delta = value_of(statistics.difference([model.tolist()], [base.tolist()]), -1, 1)
     found["difference: printed"] = delta.interval and [end / 100 for end in delta.interval]
@@ -169,26 +168,6 @@ def intervals_of(model: np.ndarray, base: np.ndarray) -> dict[str, Ends]:
         variance = max(errors[0] ** 2 + (m / b) ** 2 * errors[1] ** 2 - 2 * m / b * both, 0.0)
         found["share: errors"] = around(m / b, NORMAL * math.sqrt(variance) / b)
     return found
-
-
-def newcombe(model: np.ndarray, base: np.ndarray) -> Ends:
-    """Newcombe's interval of the difference of paired proportions (1998, method 10)."""
-    count, m, b = len(model), model.mean(), base.mean()
-    both, neither = (model * base).sum(), ((1 - model) * (1 - base)).sum()
-    cross = both * neither - (model * (1 - base)).sum() * ((1 - model) * base).sum()
-    spread = count**2 * math.sqrt(m * (1 - m) * b * (1 - b))
-    phi = 0.0 if not spread else (max(cross - count / 2, 0.0) if cross > 0 else cross) / spread
-    (m_low, m_high), (b_low, b_high) = wilson(m, count), wilson(b, count)
-    low, high = (m - m_low, b_high - b), (m_high - m, b - b_low)
-    down, up = (math.sqrt(max(x * x - 2 * phi * x * y + y * y, 0.0)) for x, y in (low, high))
-    return m - b - down, m - b + up
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """Wilson's interval of a proportion."""
-    squared = NORMAL**2
-    half = NORMAL * math.sqrt(share * (1 - share) / count + squared / 4 / count**2)
-    return around((share + squared / 2 / count) / (1 + squared / count), half / (1 + squared / count))
 
 
 def around(value: float, half: float) -> tuple[float, float]:

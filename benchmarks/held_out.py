@@ -5,7 +5,6 @@ import hashlib
 import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -68,29 +67,6 @@ def hash_batches(batches: Sequence[Batch]) -> str:
     return hashlib.sha256(b"".join(batch["input_ids"].numpy().tobytes() for batch in batches)).hexdigest()
 
 
-class Overlap(NamedTuple):
-    """Of some text its n-grams and tokens, and how many of them the other text holds."""
-
-    ngrams: int
-    shared: int
-    tokens: int
-    covered: int  # tokens that lie in a shared n-gram
-
-    @property
-    def share(self) -> float:
-        """Share of the n-grams."""
-        return self.shared / max(1, self.ngrams)
-
-    @property
-    def covered_share(self) -> float:
-        """Share of the tokens."""
-        return self.covered / max(1, self.tokens)
-
-    def record(self) -> dict[str, Any]:
-        """The shares, for records."""
-        return {"ngram": NGRAM, "ngrams": self.ngrams, "shared": self.share, "tokens_covered": self.covered_share}
-
-
 class NGrams:
     """The n-grams of some text, as sorted hashes of 64 bits.
 
@@ -102,15 +78,10 @@ class NGrams:
         hashes = [_hashes(ids)[_within(documents)] for ids, documents in parts]
         self.known = np.unique(np.concatenate(hashes)) if hashes else np.zeros(0, dtype=np.uint64)
 
-    def overlap(self, ids: np.ndarray, documents: np.ndarray) -> Overlap:
-        """How much of another text these n-grams hold."""
-        inside, hashes = _within(documents), _hashes(ids)
-        shared = np.isin(hashes, self.known) & inside
-        starts = np.zeros(len(ids) + 1, dtype=np.int64)
-        starts[: len(shared)] += shared
-        starts[NGRAM : NGRAM + len(shared)] -= shared
-        covered = int((np.cumsum(starts) > 0).sum())
-        return Overlap(int(inside.sum()), int(shared.sum()), len(ids), covered)
+    def overlap(self, ids: np.ndarray, documents: np.ndarray) -> float:
+        """The share of another text's n-grams that these hold."""
+        hashes = _hashes(ids)[_within(documents)]
+        return float(np.isin(hashes, self.known).mean()) if len(hashes) else 0.0
 
 
 def ngrams_of(arguments: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> NGrams:
@@ -124,8 +95,8 @@ def ngrams_of_batches(batches: Sequence[Batch]) -> NGrams:
     return NGrams([_numbered(batches)])
 
 
-def overlap(batches: Sequence[Batch], read: NGrams) -> Overlap:
-    """How much of the held-out `batches` lies in what was `read`."""
+def overlap(batches: Sequence[Batch], read: NGrams) -> float:
+    """The share of the n-grams of the held-out `batches` that lies in what was `read`."""
     return read.overlap(*_numbered(batches))
 
 

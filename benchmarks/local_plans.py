@@ -5,10 +5,9 @@
 
 writes a folder for each share of keys, router, granularity and window. Each is what `convert.py BASE --fallback local
 --keys X --router R --routing-granularity G --local-window W --heldout-tokens 0` writes with the same text, without the
-records of a conversion. With
-`--fallback value --routers linear none` heads that are off read no keys, so that shares of keys are shares of heads.
-With `--streaming --routers none` it is a plan in the manner of DuoAttention: fixed heads, and the others attend to the
-first and the last tokens and to nothing else (`baselines/streaming.py`).
+records of a conversion. With `--fallback value --routers linear none` heads that are off read no keys, so that shares
+of keys are shares of heads. With `--streaming --routers none` it is a plan in the manner of DuoAttention: fixed heads,
+and the others attend to the first and the last tokens and to nothing else (`baselines/streaming.py`).
 `benchmarks/long_context.py` compares such models with the base.
 
 With `--estimate` no model is written: the table has what ways to choose heads would cost, with local fallbacks, by
@@ -19,10 +18,6 @@ many heads on the mean. The first three are plans that `convert.py` writes. The 
 layers by the cost c_h that they predict, and have one threshold for all layers:
 
 - "one threshold": the linear router's predictions;
-- "Top-K over all layers": the same ones, as many heads for each token; it needs the last layer's input for the first;
-- "and position": log of the number of keys out of sight as one more input;
-- "and attention out of sight": the true share of the softmax's weight, which bounds what sums of old keys could tell;
-- "small MLP": one hidden layer of 64 numbers, trained on the same predictions with AdamW;
 - "oracle": the true cost.
 """
 
@@ -40,7 +35,6 @@ import numpy as np
 import torch
 from baselines.streaming import make_streaming
 from command import add_compute_dtype, device_and_dtype, status_of
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from moh_llm.conversion.base import BaseCheckpoint, open_base
@@ -48,7 +42,7 @@ from moh_llm.conversion.calibrate import fit_layer, layer_samples, make_fitter
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.config import ConversionConfig
 from moh_llm.conversion.convert import LONG_CONTEXT, calibration_batches
-from moh_llm.conversion.fit import LayerFitter, LayerSample, Ridge, RoutingFit, group_costs, group_metric
+from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit, group_costs, group_metric
 from moh_llm.conversion.layers import LayerwiseModel
 from moh_llm.conversion.local_fit import STRIDE, LocalFitter
 from moh_llm.conversion.plan import PlanOptions, allocate, drops_to_fit, plan_layers, routing_tensors, shared_and_active
@@ -62,7 +56,6 @@ from moh_llm.metrics import Batch
 
 PLANS = {"fixed": "none", "Top-K of each layer": "linear", "threshold": "threshold"}
 BLOCK = 256  # tokens that count as one in intervals
-STEPS = 300  # of the small MLP's training
 
 
 def main() -> int:
@@ -197,8 +190,10 @@ def estimate(args: argparse.Namespace) -> None:
                 fits = [fitter.fit(dropped) for dropped in range(base.config.num_attention_heads + 1)]
                 plans[name].append({fit.dropped: (fit.cost, fitter.effect(fit)[compared]) for fit in fits})
             effects.append(fitters["threshold"].effects[compared])
-            for name, costs in predictions(sample, fitters["threshold"], compared).items():
-                predicted[name].append(costs)
+            by_threshold = fitters["threshold"]
+            costs = group_costs(by_threshold.residual, group_metric(sample, 1)).clamp_min(1e-24).log() / 2
+            for name, log_costs in (("one threshold", by_threshold.logits), ("oracle", costs)):
+                predicted[name].append(log_costs[sample.fitted :][compared])
     print(f"{len(effects[0])} held-out tokens; KL in nats per token, estimated (95 % over blocks of {BLOCK} tokens)")
     print(f"{'keys read':<36}" + "".join(f"{keys:>28}" for keys in budgets))
     print(f"{'heads on':<36}" + "".join(f"{on / of_all:>28.3f}" for on in budgets.values()))
@@ -213,62 +208,9 @@ def estimate(args: argparse.Namespace) -> None:
         c = torch.stack(costs)
         found = []
         for on in budgets.values():
-            if name == "Top-K over all layers":
-                lowest = c.transpose(0, 1).flatten(1).topk(of_all - on, 1, largest=False).indices
-                flat = torch.zeros(c.shape[1], of_all, device=c.device).scatter(1, lowest, 1.0)
-                off = flat.unflatten(1, (len(z), -1)).transpose(0, 1)
-            else:
-                off = c <= c.flatten().kthvalue(round((of_all - on) * c.shape[1])).values
+            off = c <= c.flatten().kthvalue(round((of_all - on) * c.shape[1])).values
             found.append(((z * off).sum(-1).square() / 2).sum(0))
         print_row(name, found)
-
-
-def predictions(sample: LayerSample, fitter: LocalFitter, compared: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Log of the costs of a layer's heads for some held-out tokens `[N, H]`, by each way."""
-    fitted = sample.fitted
-    costs = group_costs(fitter.residual, group_metric(sample, 1)).clamp_min(1e-24).log() / 2
-    assert sample.local is not None
-    position = sample.local.hidden.log()[:, None]
-    linear = fitter.logits[fitted:][compared]
-
-    def fit(more: torch.Tensor) -> torch.Tensor:
-        """By the linear router with more inputs `[tokens, n]`, where these are known."""
-        # As wide as a layer's inputs, so that the ridge shrinks them as much.
-        rows = more[:fitted].isfinite().all(1).nonzero()[:, 0]
-        scale = sample.inputs.std() / more[rows].std(0).clamp_min(1e-6)
-        inputs = torch.cat([sample.inputs, (more - more[rows].mean(0)) * scale], dim=1)
-        weight, bias = Ridge(inputs[rows])(costs[rows])
-        return inputs[fitted:][compared] @ weight.T + bias
-
-    return {
-        "one threshold": linear,
-        "Top-K over all layers": linear,
-        "and position": fit(position),
-        "and attention out of sight": fit(sample.local.far - sample.local.near),
-        "small MLP": by_mlp(sample.inputs[:fitted], costs[:fitted], sample.inputs[fitted:][compared]),
-        "oracle": costs[fitted:][compared],
-    }
-
-
-def by_mlp(inputs: torch.Tensor, targets: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
-    """What a small MLP that is trained on inputs `[N, C]` and targets `[N, H]` says of others."""
-    torch.manual_seed(0)
-    mean, scale = inputs.mean(0), inputs.std(0).clamp_min(1e-6)
-    level, spread = targets.mean(0), targets.std(0).clamp_min(1e-6)
-    inputs, targets = (inputs - mean) / scale, (targets - level) / spread
-    network = nn.Sequential(nn.Linear(inputs.shape[1], 64), nn.GELU(), nn.Linear(64, targets.shape[1]))
-    network.to(inputs.device)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for _ in range(STEPS):
-        rows = torch.randint(len(inputs), (2048,))
-        loss = (network(inputs[rows]) - targets[rows]).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    with torch.no_grad():
-        return network((asked - mean) / scale) * spread + level
 
 
 def print_row(name: str, found: Sequence[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ documents. Keys read: the share of the base's keys that attention needs, from th
 local fallback reads its window and sinks. FLOPs are those of a forward pass in theory (`moh_llm.flops`). Retrieval, in
 the documents' text: tokens copied of random strings, and whole answers to passkeys and key-value pairs, by distance, as
 shares of the base's right answers, with intervals by bootstrap over prompts. A run with `--json` that was interrupted
-goes on where it stopped. `--overlap-with` prints the share of the documents' 13-grams of tokens that other text holds.
+goes on where it stopped.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import held_out
 import numpy as np
 import torch
 from command import add_compute_dtype, device_and_dtype, kind_of_device, load_models, status_of
@@ -39,6 +38,7 @@ from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.records.identity import identify
 
 EDGES = (0, 512, 2048, 8192, 32768, 131072)
+DISTANCES = (256, 512, 1024, 2048, 4096, 7000)  # of retrieval
 HEADLINE = 2048  # from this position on
 ROWS = 512  # predictions whose logits are held at once
 
@@ -51,9 +51,7 @@ def main() -> int:
     parser.add_argument("--base", required=True, help="the dense model they were converted from")
     parser.add_argument("--context", type=int, default=8192, help="tokens read of each document")
     parser.add_argument("--documents", type=int, help="how many documents (default: 20, or as many as there are)")
-    parser.add_argument("--overlap-with", nargs="+", metavar="TEXT", help="text files or a mixture, as for convert")
     parser.add_argument("--prompts", type=int, default=8, help="prompts of each retrieval task; 0: none")
-    parser.add_argument("--distances", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 7000])
     add_compute_dtype(parser, "float32", "since bfloat16 rounds by as much as the smallest KL here")
     parser.add_argument("--json", type=Path, help="write the figures there, after each document")
     return status_of(run, parser.parse_intermixed_args())
@@ -65,13 +63,8 @@ def run(args: argparse.Namespace) -> None:
     base, models = load_models(args.base, names, device, dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     documents = long_documents(args.text, tokenizer, args.context, args.documents)
-    if args.overlap_with:
-        read = held_out.ngrams_of(args.overlap_with, tokenizer)
-        ids = torch.stack([ids for _, ids in documents])
-        one = {"input_ids": ids, "documents": torch.arange(len(ids))[:, None].expand_as(ids)}
-        print(f"of the documents' 13-grams that text holds {held_out.overlap([one], read).share:.2%}")
-    room = args.context - 100 * len(args.distances)  # the questions come last
-    distances = [distance for distance in args.distances if distance <= room]
+    room = args.context - 100 * len(DISTANCES)  # the questions come last
+    distances = [distance for distance in DISTANCES if distance <= room]
     asked = {"models": {name: identify(name).sha256 for name in (args.base, *names)}, "texts": args.text}
     asked |= {"context": args.context, "distances": distances, "dtype": computed, "device": kind_of_device(device)}
     found: dict[str, Any] = {"asked": asked, "documents": {}, "prompts": {}}
@@ -95,10 +88,7 @@ def run(args: argparse.Namespace) -> None:
         for number, key in enumerate(tqdm(keys, desc="retrieval", unit="prompt")):
             if key not in found["prompts"]:
                 text = documents[number % len(documents)][1].tolist()
-                try:
-                    prompt = make_prompt(text, args.context, distances, tokenizer, number)
-                except ValueError as error:
-                    raise UserError(f"{error}; choose other --distances") from error
+                prompt = make_prompt(text, args.context, distances, tokenizer, number)
                 scores = {name: score(prompt, most_likely(model)) for name, model in {"base": base, **models}.items()}
                 found["prompts"][key] = json.loads(json.dumps(scores))  # distances become text, as in the file
                 save()

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
             candidates, logits_of(base), tqdm(batches, desc=Path(text).name, unit="batch", leave=False)
         )
         first = found[text][args.models[0]]
-        overlap = f", {held_out.overlap(batches, read).share:.2%} of 13-grams read" if read else ""
+        overlap = f", {held_out.overlap(batches, read):.2%} of 13-grams read" if read else ""
         print(f"\n{text}: {show_documents(first.documents)}, {first.tokens} tokens{overlap}; ", end="")
         print(f"base perplexity {first.reference_perplexity:.2f}")
         for name, own in found[text].items():

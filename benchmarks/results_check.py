@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ def check(runs: list[dict[str, Any]], variables: Mapping[str, str]) -> list[str]
         if missing := [name for name in run["needs"] if not variables.get(name)]:
             print(f"[{number}/{len(runs)}] {pages}: not checked, {', '.join(missing)} not given", flush=True)
             continue
-        began = time.perf_counter()
         print(f"[{number}/{len(runs)}] {pages} ...", flush=True)
         try:
             printed = carry_out(run["commands"], variables)
@@ -57,7 +55,6 @@ def check(runs: list[dict[str, Any]], variables: Mapping[str, str]) -> list[str]
                 faults.append(f"differs: {line}")
             else:
                 print(f"  {line}", flush=True)
-        print(f"  {time.perf_counter() - began:.0f} s", flush=True)
     return faults
 
 

@@ -3,8 +3,8 @@
     python benchmarks/rivals.py BASE --calibration mixture.yaml --budgets 7 6 5 --seeds 0 1 2 --output out/rivals \\
         --documents 20 --tokens-per-document 512 --text "$CORPORA"/redpajama_c4/train* "$CORPORA"/dolma/train*
 
-The base is calibrated once for each seed, which takes its own part of the calibration text and its own draws. A budget
-is the mean number of active heads. Each method's heads, router and fallbacks are fitted to that text:
+Each seed calibrates the base once, on its own part of the calibration text and with its own draws. A budget is the mean
+number of active heads. Each method's heads, router and fallbacks are fitted to that text:
 
 - "ours": what `convert.py --context 512 --fallback value` writes;
 - "fixed heads": the same heads for all tokens, with fallbacks refitted (`--router none`);
@@ -16,12 +16,10 @@ is the mean number of active heads. Each method's heads, router and fallbacks ar
 
 Words after a comma change a method: "fallback", "budgets" (uneven ones) or "both", "no fallback", "even budgets" or
 "neither", "important shared" and "none shared" (the choice of shared heads), and "by groups" (key-value groups are
-routed). "oracle, no fallback", say, is the oracle of "ours, no fallback".
-
-Heads is the share that is on; KL(base || model), in nats per token, and perplexity / base perplexity are means over
-texts and seeds, with 95 % intervals over documents; "seeds" is the least and the most KL of a seed, and
-"less ours" the difference to the KL of "ours" on the same documents.
---output holds what was fitted and the figures of each text: the same command goes on where it stopped.
+routed). Heads is the share that is on; KL(base || model), in nats per token, and perplexity / base perplexity are means
+over texts and seeds, with 95 % intervals over documents; "seeds" is the least and the most KL of a seed, and "less
+ours" the difference to the KL of "ours" on the same documents. --output holds the figures of each text: the same
+command goes on where it stopped.
 """
 
 import argparse
@@ -29,7 +27,6 @@ import itertools
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +41,6 @@ from baselines.oracle import by_oracle
 from baselines.routers import RandomRouter, RouterFitter, TopKLabelRouter
 from command import add_compute_dtype, device_and_dtype, keep_settings, kind_of_device, load_dense, status_of
 from local_plans import calibration_part, fit_plans
-from safetensors import safe_open
-from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -112,7 +107,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=list(NAMES), metavar="NAME", help="see above; default: most")
     parser.add_argument("--by-text", action="store_true", help="print a table of each text, too")
     add_compute_dtype(parser, "float32", "since methods may differ by less than bfloat16 rounds")
-    parser.add_argument("--output", type=Path, required=True, help="folder of what was fitted, and of figures.json")
+    parser.add_argument("--output", type=Path, required=True, help="folder of figures.json")
     return status_of(run, parser.parse_args())
 
 
@@ -161,7 +156,7 @@ def run(args: argparse.Namespace) -> None:
     asked["device"] = kind_of_device(device)
     keep_settings(args.output, asked)
     path = args.output / "figures.json"
-    found: dict[str, Any] = {"calibration": {}, "seconds": {}, "seeds": {}}
+    found: dict[str, Any] = {"calibration": {}, "seeds": {}}
     if path.exists():
         found = json.loads(path.read_text())
     mixture = mixture_from_arguments(args.calibration)
@@ -172,31 +167,23 @@ def run(args: argparse.Namespace) -> None:
         if found["calibration"].setdefault(str(seed), text) != text:
             raise UserError(f"{path} holds figures of another calibration text; name another folder")
         read = held_out.ngrams_of_batches(batches)
-        shares = ", ".join(f"{held_out.overlap(own, read).share:.2%} of {name}" for name, own in texts.items())
+        shares = ", ".join(f"{held_out.overlap(own, read):.2%} of {name}" for name, own in texts.items())
         print(f"seed {seed}: of 13-grams the calibration text holds {shares}", flush=True)
-        seconds = found["seconds"].setdefault(str(seed), {"scoring": 0.0})
-        fits = args.output / f"fits-{seed}.safetensors"
-        if not fits.exists():
-            write_json(path, found)
-            began = time.perf_counter()
-            layers = LayerwiseModel(base.folder, base.weight_map, base.config, dtype, device)
-            save_fits(fit_methods(layers, batches, args.methods, args.budgets, args.output, seed), fits)
-            seconds["calibration"] = round(time.perf_counter() - began, 1)
-        candidates = open_candidates(dense, fits, args.methods)
         figures = found["seeds"].setdefault(str(seed), {})  # of each text the sums over its documents, by label
-        for name in [name for name in texts if name not in figures]:
-            began = time.perf_counter()
+        missing = [name for name in texts if name not in figures]
+        if missing:
+            layers = LayerwiseModel(base.folder, base.weight_map, base.config, dtype, device)
+            fits = fit_methods(layers, batches, args.methods, args.budgets, args.output, seed)
+            candidates = open_candidates(dense, fits, args.methods)
+        for name in missing:
             progress = tqdm(texts[name], desc=f"seed {seed}, {Path(name).name}", unit="batch")
             results = compare_to_reference(candidates, logits_of(dense), progress)
             figures[name] = {label: one.sums.tolist() for label, one in results.items()}
-            seconds["scoring"] = round(seconds["scoring"] + time.perf_counter() - began, 1)
             write_json(path, found)
+    of_seeds, heads = [found["seeds"][str(seed)] for seed in args.seeds], base.config.num_attention_heads
     for own in [list(texts), *([name] for name in texts if args.by_text)]:
-        print_table(
-            [found["seeds"][str(seed)] for seed in args.seeds], args.methods, base.config.num_attention_heads, own
-        )
-    print(f"{computed}, {asked['device']}, torch {torch.__version__}, transformers {transformers.__version__}", end="")
-    print(f"; seconds {found['seconds']}")
+        print_table(of_seeds, args.methods, heads, own)
+    print(f"{computed}, {asked['device']}, torch {torch.__version__}, transformers {transformers.__version__}")
 
 
 def fit_methods(
@@ -255,31 +242,12 @@ class Fitters:
         return RouterFitter(sample, router, self.queries, method.head_fallback == "value")
 
 
-def save_fits(fits: dict[str, dict[str, Any]], path: Path) -> None:
-    """Write them in one step, as safetensors; methods that share a fit each have it."""
-    tensors = {
-        f"{label}:{name}": tensor.clone() for label, fit in fits.items() for name, tensor in fit["tensors"].items()
-    }
-    methods = {label: {"config": fit["config"], "router": fit["router"]} for label, fit in fits.items()}
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, metadata={"methods": json.dumps(methods)})
-    temporary.replace(path)
-
-
-def read_fits(path: Path) -> dict[str, dict[str, Any]]:
-    """What `save_fits` has written."""
-    with safe_open(path, framework="pt") as file:
-        fits = {label: fit | {"tensors": {}} for label, fit in json.loads(file.metadata()["methods"]).items()}
-        for key in file.keys():  # noqa: SIM118 (not a dict)
-            label, name = key.split(":", 1)
-            fits[label]["tensors"][name] = file.get_tensor(key)
-    return fits
-
-
-def open_candidates(dense: PreTrainedModel, path: Path, names: Sequence[str]) -> dict[str, LogitsOf]:
-    """The models by label; all share the weights of `dense`."""
+def open_candidates(
+    dense: PreTrainedModel, fits: dict[str, dict[str, Any]], names: Sequence[str]
+) -> dict[str, LogitsOf]:
+    """The models of what `fit_methods` found, by label; all share the weights of `dense`."""
     candidates = {}
-    for label, stored in read_fits(path).items():
+    for label, stored in fits.items():
         name, budget = label.split("/")
         config = MoHLlamaConfig(**{key: value for key, value in stored["config"].items() if key != "model_type"})
         with init_empty_weights(include_buffers=False):

@@ -14,37 +14,30 @@ a method needs by its paper, not what is computed here, so that seconds say noth
 Losses are in nats per token on held-out documents of the corpora. 95 % intervals of the difference to the dense model,
 or to another `--reference`, are by bootstrap over documents and seeds; with few seeds they are too narrow.
 OUTPUT/scratch.json has every run; the same command goes on after an interruption, and with more seeds or methods it
-trains those that are missing. Without `--tokenizer` a byte-level BPE tokenizer is trained on the corpora, without what
-is held out, in OUTPUT/tokenizer.
+trains those that are missing. OUTPUT/tokenizer is a byte-level BPE tokenizer, trained on the corpora without what is
+held out.
 
-FLOPs are those of a forward pass with the least that each method needs by its paper (`moh_llm.flops`): keys and values
-of all heads, queries, scores and outputs of the heads or experts that are selected. A backward pass is taken as twice
-that for all. With quantized scores MoH's straight-through gradient reads outputs of heads that are off, too, which is
-not counted.
+FLOPs are those of a forward pass with the least that each method needs by its paper (`moh_llm.flops`); a backward pass
+is taken as twice that for all. How large each method is made:
 
-How large each method is made:
-
-- MoH: the dense model's weights and the routers. Its paper says no number of shared heads for language models, but
-  advises more than 40 % of the active ones; here it is the least such number.
-- MoA: 2H - 1 experts of the dense model's head size, which is chosen here: with one head of keys and values these are
-  the dense attention's parameters. The router's are taken from the feed-forward network.
-- SwitchHead, as in its paper: heads times experts are the dense model's heads; heads are as large as fits into the
+- MoH: the dense model's weights and the routers, with the least number of shared heads above 40 % of the active ones,
+  as its paper advises. `moh-100` has all heads on: its difference to the dense model is due to its gates' weights.
+  `-first-N` routes in one stage, with N shared heads.
+- MoA: 2H - 1 experts of the dense model's head size: with one head of keys and values these are the dense attention's
+  parameters. The router's are taken from the feed-forward network.
+- SwitchHead: heads times experts are the dense model's heads, as in its paper; heads are as large as fits into the
   dense attention's parameters, and the feed-forward network takes the rest.
-- GQE, as in its paper: two query heads per group, of which one is selected; the output projection has fewer parameters
-  than that of grouped-query attention, `dense-gqa`, which the paper compares with.
+- GQE: two query heads per group, of which one is selected, as in its paper, which compares with `dense-gqa`.
+- Static: the heads that are off do not exist, keys and values included, so that it has fewer parameters. `-averaged`:
+  outputs of heads are averaged, not summed, as MoH's weights do at first; no head is off, and none routed.
 - Mixtral: grouped queries, and per token as many FLOPs of the feed-forward network as the dense model. It is here to be
-  converted (`scratch.py --save`), not to be compared.
-- `-first-N`: MoH that routes in one stage, with N shared heads.
-- `moh-100`: MoH with all heads on, so that its difference to the dense model is due to the weights of its gates.
-- Static: the heads that are off do not exist, keys and values included, so that it has fewer parameters.
-- `-averaged`: outputs of heads are averaged, not summed, as MoH's weights do at first; no head is off, and none routed.
+  converted, not to be compared.
 """
 
 import argparse
 import itertools
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,7 +74,7 @@ from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.stream import SequenceStream, make_receipt
 from moh_llm.data.tokenizer import TextTokenizer, is_held_out, open_tokenizer
 from moh_llm.data.windows import validation_batches
-from moh_llm.devices import choose_device, compute_dtype, name_device
+from moh_llm.devices import choose_device, name_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder, write_json
 from moh_llm.flops import forward_flops, forward_parts
@@ -92,13 +85,13 @@ from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.reading import read_json
 from moh_llm.training.step import BETAS, is_decayed, warmup_cosine
 
-END = "<end>"
+END, VOCABULARY = "<end>", 4096
 SETTINGS = "corpora", "size", "tokens", "context", "batch", "learning_rate", "mixed_precision", "held_out_tokens"
 SHARES = 75, 50  # percent of the heads that are on
 SHARED = 1 / 8, 1 / 4, 1 / 2  # of the heads, in one stage
 BALANCE = 0, 0.001, 0.1  # weights of MoH's load-balance loss beside the paper's 0.01
 RESAMPLES = 2000
-LINE = "{:<30}{:>12}{:>14}{:>12}{:>10}{:>10}  {:<20}{:>8}{:>9}"
+LINE = "{:<30}{:>12}{:>14}{:>12}{:>10}{:>10}  {:<20}{:>8}"
 
 
 @dataclass(frozen=True)
@@ -111,17 +104,11 @@ class Size:
     heads: int
     switch_experts: int  # of a head of SwitchHead
 
-    @property
-    def head_dim(self) -> int:
-        """Size of a head."""
-        return self.hidden // self.heads
 
-
-# Parameters without embeddings: 21k (for tests), 4.8M, 14.2M.
+# Parameters without embeddings: 21k (for tests), 4.8M.
 SIZES = {
     "tiny": Size(32, 64, 2, 4, switch_experts=2),
     "5m": Size(256, 704, 6, 8, switch_experts=4),
-    "15m": Size(384, 1024, 8, 12, switch_experts=4),
 }
 
 
@@ -163,7 +150,7 @@ def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Me
     fields = {
         **{"vocab_size": vocab_size, "hidden_size": size.hidden, "intermediate_size": size.intermediate},
         **{"num_hidden_layers": size.layers, "num_attention_heads": size.heads, "num_key_value_heads": size.heads},
-        **{"head_dim": size.head_dim, "max_position_embeddings": length},
+        **{"head_dim": size.hidden // size.heads, "max_position_embeddings": length},
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
     methods = {
@@ -195,7 +182,6 @@ def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Me
         "moh-100": moh(fields, size.heads),
         f"{name}-one-stage": moh(fields, active, **one_stage),
         f"{name}-no-shared": moh(fields, active, num_shared_heads=0, **one_stage),
-        f"{name}-one-stage-quantized": moh(fields, active, router_score="quantized", **one_stage),
     }
     for shared in range(1, active):
         if shared != usual.num_shared_heads:
@@ -227,9 +213,10 @@ def switchhead(dense: Method, size: Size) -> Method:
     experts = size.switch_experts
     heads = size.heads // experts
     # Queries and keys, experts' values and outputs, and two routers, in multiples of the hidden size.
-    room = 4 * size.heads * size.head_dim - 2 * heads * experts
+    room = 4 * size.hidden - 2 * heads * experts
     head_dim = room // (2 * heads * (1 + experts)) // 2 * 2  # even, for the rotary embedding
-    config = changed(dense.config, num_attention_heads=heads, num_key_value_heads=heads, head_dim=head_dim)
+    shape = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": head_dim}
+    config = LlamaConfig(**dense.config.to_dict() | shape)
     attention = partial(SwitchHeadAttention, experts=experts, active=2)
     return matched(Method(config), attention, dense)
 
@@ -239,12 +226,7 @@ def matched(shape: Method, attention: Callable[[LlamaConfig], BaselineAttention]
     spare = dense.parameters()[1] - Method(shape.config, attention).parameters()[1]
     config = shape.config
     width = config.intermediate_size + round(spare / (3 * config.hidden_size * config.num_hidden_layers))
-    return Method(changed(config, intermediate_size=width), attention)
-
-
-def changed(config: LlamaConfig, **fields) -> LlamaConfig:
-    """A copy of a config with other fields."""
-    return LlamaConfig(**config.to_dict() | fields)
+    return Method(LlamaConfig(**config.to_dict() | {"intermediate_size": width}), attention)
 
 
 def main() -> int:
@@ -257,18 +239,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
     parser.add_argument("--reference", default="dense", help="the method that differences are to, by default dense")
     parser.add_argument("--equal", nargs="+", choices=["tokens", "flops"], default=["tokens", "flops"])
-    parser.add_argument("--tokenizer", help="folder or Hub id (default: train one)")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="of the tokenizer that is trained")
     parser.add_argument("--context", type=int, default=512, help="tokens in a sequence")
     parser.add_argument("--batch", type=int, default=16, help="sequences in a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="the highest")
-    words = "of training, not of scores (auto: that of OUTPUT, else bf16 where this device computes it fast)"
-    parser.add_argument("--mixed-precision", choices=["auto", "no", "bf16"], default="auto", help=words)
+    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="of training, not of scores")
     parser.add_argument("--held-out-tokens", type=int, default=200_000)
     parser.add_argument("--save", action="store_true", help="keep models that convert in OUTPUT/models")
     args = parser.parse_args()
-    if min(args.seeds, args.context, args.batch) < 1:
-        parser.error("--seeds, --context and --batch must be at least 1")
     return status_of(locked, args)
 
 
@@ -283,7 +260,7 @@ def run(args: argparse.Namespace) -> None:
     mixture = mixture_from_arguments(args.corpora)
     check_output_folder(args.output, overwrite=True)  # what is there is kept
     args.output.mkdir(parents=True, exist_ok=True)
-    tokenizer = open_tokenizer(args.tokenizer or trained_tokenizer(args, mixture))
+    tokenizer = open_tokenizer(trained_tokenizer(args, mixture))
     text_tokenizer = TextTokenizer.from_tokenizer(tokenizer)
     known, compared = make_methods(SIZES[args.size], text_tokenizer.vocab_size, args.context)
     names = list(known) if args.methods == ["all"] else list(dict.fromkeys(["dense", *(args.methods or compared)]))
@@ -337,10 +314,8 @@ def train_missing(
             torch.manual_seed(seed)
             model = methods[name].make().to(device)
             bar.set_description(f"{name}, seed {seed}")
-            began = time.perf_counter()
             train(model, stream, steps, args, bar)
             record["runs"][key(name, seed, steps)] = {
-                "seconds": round(time.perf_counter() - began, 1),
                 "nats": score(model, batches)[:, 1].tolist(),
                 "data": make_receipt(stream, steps * args.batch),
             }
@@ -357,7 +332,7 @@ def trained_tokenizer(args: argparse.Namespace, mixture: Mixture) -> Path:
     Raises:
         UserError: one of other text or another size is there.
     """
-    folder, settings = args.output / "tokenizer", {"vocabulary size": args.vocab_size, "corpora": args.corpora}
+    folder, settings = args.output / "tokenizer", {"vocabulary size": VOCABULARY, "corpora": args.corpora}
     if folder.is_dir():
         keep_settings(folder, settings)
         return folder
@@ -372,7 +347,7 @@ def trained_tokenizer(args: argparse.Namespace, mixture: Mixture) -> Path:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     words = {"special_tokens": [END], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
-    backend.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=args.vocab_size, **words))
+    backend.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=VOCABULARY, **words))
     with new_folder(folder) as temporary:
         keep_settings(temporary, settings)
         PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(temporary)
@@ -385,9 +360,6 @@ def opened(
     """The record of OUTPUT, or a new one. Raises UserError where it is of other settings."""
     path = args.output / "scratch.json"
     record = read_json(path) if path.exists() else None
-    if args.mixed_precision == "auto":
-        fast = "bf16" if compute_dtype(choose_device()) == torch.bfloat16 else "no"
-        args.mixed_precision = record["settings"].get("mixed_precision", fast) if record else fast
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings |= {"tokenizer": tokenizer.sha256, "training_tokens": [len(source.train) for source in sources]}
     if record:
@@ -402,7 +374,7 @@ def opened(
         | {"transformers": transformers.__version__},
         "held_out": {
             "tokens_of_documents": documents.unique(return_counts=True)[1].tolist(),
-            "overlap": held_out.overlap(batches, read).record(),
+            "overlap": {"ngram": held_out.NGRAM, "shared": held_out.overlap(batches, read)},
         },
     } | {part: {} for part in ("methods", "planned", "runs", "tables")}
 
@@ -488,7 +460,6 @@ def make_table(
             "tokens": record["planned"][equal][name] * settings["batch"] * settings["context"],
             "loss": losses.mean().item(),
             "losses": losses.tolist(),
-            "seconds": sum(each["seconds"] for each in runs) / len(runs),
         }
         if name != reference:
             row["difference"] = ((nats - compared).sum(1) / tokens.sum()).mean().item()
@@ -498,9 +469,9 @@ def make_table(
 
 
 def table_lines(record: dict[str, Any], rows: Sequence[dict[str, Any]], reference: str = "dense") -> Iterator[str]:
-    """The lines of a table: "seeds" is the standard deviation over seeds, seconds are of one run."""
+    """The lines of a table: "seeds" is the standard deviation over seeds."""
     yield f"difference to {reference}, in nats per token"
-    yield LINE.format("", "parameters", "FLOPs/token", "tokens", "loss", "difference", "95 %", "seeds", "seconds")
+    yield LINE.format("", "parameters", "FLOPs/token", "tokens", "loss", "difference", "95 %", "seeds")
     for row in rows:
         method = record["methods"][row["method"]]
         sizes = f"{method['parameters']:,}", f"{method['flops_per_token']:,.0f}", f"{row['tokens']:,}"
@@ -508,7 +479,7 @@ def table_lines(record: dict[str, Any], rows: Sequence[dict[str, Any]], referenc
         difference = "-", ""
         if "difference" in row:
             difference = f"{row['difference']:+.4f}", show_interval(row["interval"], "+.4f")
-        yield LINE.format(row["method"], *sizes, f"{row['loss']:.4f}", *difference, spread, f"{row['seconds']:.1f}")
+        yield LINE.format(row["method"], *sizes, f"{row['loss']:.4f}", *difference, spread)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,15 @@ import copy
 import itertools
 import statistics
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from clock import attention_clock, now
-from command import add_compute_dtype, device_and_dtype, load_models, status_of
+from command import add_compute_dtype, device_and_dtype, load_models, now, status_of
 from long_context import HEADLINE, ROWS, hidden_and_gates, keys_read
+from torch import nn
 from tqdm import tqdm
 from transformers import (
     AttentionInterface,
@@ -54,7 +56,7 @@ LAYERS = {  # heads, key-value heads, head size, width, width of the feed-forwar
     "llama3-8b": (32, 8, 128, 4096, 14336),
     "smollm2-135m": (9, 3, 64, 576, 1536),
 }
-CACHES = "dynamic", "static", "own"
+PROJECTIONS = "q_proj", "k_proj", "v_proj", "o_proj"
 GROUPED = "grouped_decoding"
 SHOWN = ("keys", 3), ("kl", 4), ("cache_mib", 1)
 LINE = "{:<28} {:<8}{:>7}{:>5}{:>10}{:>26}{:>26}{:>8}{:>9}{:>8}"
@@ -71,7 +73,7 @@ def main() -> int:
     parser.add_argument("--passes", nargs="+", choices=["prefill", "decode"], default=["prefill", "decode"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of decoding in a round")
-    parser.add_argument("--cache", choices=CACHES, default="dynamic", help="in decoding")
+    parser.add_argument("--cache", choices=["dynamic", "own"], default="dynamic", help="in decoding")
     add_compute_dtype(parser)
     args = parser.parse_args()
     if bool(args.layer) == bool(args.base) or (args.base and not (args.models and args.text)):
@@ -157,10 +159,9 @@ def measure(
     caches = {}
     for peer, (model, _) in peers.items() if name == "decode" else ():
         caches[peer] = DynamicCache(config=model.config)
-        if args.cache == "static" or (args.cache == "own" and not isinstance(model, MoHLlamaForCausalLM)):
-            caches[peer] = StaticCache(config=model.config, max_cache_len=ids.shape[1])
-        elif args.cache == "own":
-            caches[peer] = MoHCache(model.config)
+        if args.cache == "own":
+            is_base = not isinstance(model, MoHLlamaForCausalLM)
+            caches[peer] = StaticCache(model.config, max_cache_len=ids.shape[1]) if is_base else MoHCache(model.config)
         model(prompt[:1], past_key_values=caches[peer], logits_to_keep=1)
     for number in tqdm(range(args.rounds + 1), desc=f"{name} {length} x {len(ids)}", leave=False):
         for peer, (model, attention) in peers.items():
@@ -192,6 +193,28 @@ def measure(
                 row["kl"] = divergence(models["base"], model, hidden, ids[:1, :length])
         rows.append(row)
     return rows
+
+
+@contextmanager
+def attention_clock(layers: Sequence[nn.Module]) -> Iterator[list[float]]:
+    """One number that grows by the seconds that the layers' attention takes beyond its linear projections."""
+    clock, handles = [0.0], []
+
+    def add(sign: int) -> Any:
+        def hook(*_: Any) -> None:
+            clock[0] += sign * now()
+
+        return hook
+
+    for layer in layers:
+        for sign, module in [(1, layer.self_attn), *((-1, getattr(layer.self_attn, name)) for name in PROJECTIONS)]:
+            handles.append(module.register_forward_pre_hook(add(-sign)))
+            handles.append(module.register_forward_hook(add(sign)))
+    try:
+        yield clock
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def prefill(model: PreTrainedModel, ids: torch.Tensor) -> tuple[float, float]:

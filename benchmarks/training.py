@@ -1,16 +1,13 @@
-"""What training costs, as ratios to peers in the same run, on a CPU or, where there is one, on an accelerator.
+"""What a step of training costs, as a ratio to the dense model's, on a CPU or, where there is one, on an accelerator.
 
     python benchmarks/training.py --rounds 5                  # a model of SmolLM2-135M's shape, random weights
-    python benchmarks/training.py --only step --fallback local --length 4096 --blocks 1
+    python benchmarks/training.py --fallback local --length 4096 --blocks 1
 
-- step: a step of cross-entropy of the MoH model (value fallbacks, three quarters of the heads by a linear router; or
-  local ones, half of them by a threshold; in both all heads are computed and masked; or local ones and the same five
-  of nine heads for all tokens, "fixed", where full attention of the others is left out) against the dense model with
-  the same loop, each in its own process. The dense model's attention is one call of SDPA, as in transformers.
-- loop: a step of our loop against one of `transformers.Trainer`, both on the dense LLaMA with the same batch, dtype,
-  optimiser and clipping; at most 1.05 is asked.
-
-Peers take turns within a round, and figures are medians over rounds.
+A step of cross-entropy of the MoH model (value fallbacks, three quarters of the heads by a linear router; or local
+ones, half of them by a threshold; in both all heads are computed and masked; or local ones and the same five of nine
+heads for all tokens, "fixed", where full attention of the others is left out) against the dense model with the same
+loop, each in its own process. The dense model's attention is one call of SDPA, as in transformers. Peers take turns
+within a round, and figures are medians over rounds.
 """
 
 import argparse
@@ -21,12 +18,10 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from clock import now
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from command import now
 
 from moh_llm.attention import choose_for
 from moh_llm.conversion.plan import PlanOptions
@@ -58,25 +53,16 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=512, help="tokens of a block")
     parser.add_argument("--blocks", type=int, default=2, help="blocks of a step, in one pass")
     parser.add_argument("--fallback", choices=FALLBACKS, default="value")
-    parser.add_argument("--gradient-checkpointing", action="store_true", help="in --only step")
-    parser.add_argument("--mixed-precision", choices=["auto", "no", "bf16"], default="auto", help="as in recipes")
-    parser.add_argument("--only", nargs="+", choices=["step", "loop"], help="not both")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="recompute layers in the backward pass")
     args = parser.parse_args()
-    wanted = args.only or ["step", "loop"]
-    if args.gradient_checkpointing and "loop" in wanted:
-        parser.error("--gradient-checkpointing goes with --only step")
     device = choose_device()
     with tempfile.TemporaryDirectory() as scratch:
         config = decide_precision(recipe(args, Path(scratch)))
-        args.mixed_precision = config.mixed_precision
-        dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
         backend = choose_for(device, dtype, SHAPE["hidden_size"] // SHAPE["num_attention_heads"]).name
-        print(f"{args.blocks} x {args.length} tokens a step, mixed precision {args.mixed_precision}", end=", ")
+        print(f"{args.blocks} x {args.length} tokens a step, mixed precision {config.mixed_precision}", end=", ")
         print(f"{name_device(device)}, attention by {backend}")
-        if "step" in wanted:
-            against_dense(config, args)
-        if "loop" in wanted:
-            against_trainer(config, args, scratch)
+        against_dense(config, args)
     return 0
 
 
@@ -84,7 +70,7 @@ def recipe(args: argparse.Namespace, scratch: Path) -> TrainConfig:
     """The recipe of a step: cross-entropy, every weight trained."""
     data = DataConfig(sequence_length=args.length, batch_size=args.blocks, micro_batch_size=args.blocks)
     more = {"data": data, "objective": ObjectiveConfig(kind="cross_entropy"), "report_to": ()}
-    return TrainConfig("none", str(scratch / "run"), 100, mixed_precision=args.mixed_precision, **more)
+    return TrainConfig("none", str(scratch / "run"), 100, **more)
 
 
 def moh_model(args: argparse.Namespace, dense: bool) -> MoHLlamaForCausalLM:
@@ -124,38 +110,6 @@ def our_step(config: TrainConfig, args: argparse.Namespace, model: MoHLlamaForCa
     return run
 
 
-def against_trainer(config: TrainConfig, args: argparse.Namespace, scratch: str) -> None:
-    """Our step and `transformers.Trainer`'s in turn: its own loop runs, and ours steps in between."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, max_position_embeddings=max(2048, args.length)))
-    ours, seconds = our_step(config, args, moh_model(args, dense=True)), {"our loop": [], "Trainer": []}
-    ours()
-
-    class Turns(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.began = now()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            seconds["Trainer"].append(now() - self.began)
-            seconds["our loop"].append(timed(ours))
-
-    silent = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
-    arguments = TrainingArguments(
-        scratch,
-        bf16=args.mixed_precision == "bf16",
-        use_cpu=not torch.accelerator.is_available(),
-        per_device_train_batch_size=args.blocks,
-        max_steps=args.rounds + 1,
-        remove_unused_columns=False,
-        **{"weight_decay": 0.1, "adam_beta2": 0.95, "max_grad_norm": 1.0},
-        **silent,
-    )
-    batch = batch_of(args)
-    rows = [{name: tensor[row] for name, tensor in batch.items()} for row in range(args.blocks)] * (args.rounds + 1)
-    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Turns()]).train()
-    show({name: times[1:] for name, times in seconds.items()}, args)
-
-
 def against_dense(config: TrainConfig, args: argparse.Namespace) -> None:
     """Steps of the MoH model and of its peer in turn, each in a process of its own.
 
@@ -180,7 +134,9 @@ def prepare(config: TrainConfig, args: argparse.Namespace, name: str) -> None:
 
 def take_turn() -> float:
     """Seconds of a step in a peer's process."""
-    return timed(step)
+    began = now()
+    step()
+    return now() - began
 
 
 def show(seconds: dict[str, list[float]], args: argparse.Namespace) -> None:
@@ -195,13 +151,6 @@ def show(seconds: dict[str, list[float]], args: argparse.Namespace) -> None:
         f"({min(ratios):.3f} to {max(ratios):.3f}) over {len(mine)} rounds",
         flush=True,
     )
-
-
-def timed(step: Step) -> float:
-    """Seconds that a step takes."""
-    began = now()
-    step()
-    return now() - began
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ class GQEAttention(BaselineAttention):
         self.o_proj = nn.Linear((active * self.groups + 2) * size, hidden, bias=False)
 
     def mix(self, hidden_states: torch.Tensor, attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `BaselineAttention.mix`."""
         probabilities = self.router(hidden_states).unflatten(-1, (self.groups, self.experts)).softmax(-1)
         chosen, experts = probabilities.topk(self.active)
         queries = self.q_proj(hidden_states).unflatten(-1, (self.groups, self.experts, self.head_dim))
@@ -54,7 +53,6 @@ class GQEAttention(BaselineAttention):
         return torch.cat([groups.repeat_interleave(self.active, dim=2), groups.mean(2, keepdim=True)], dim=2)
 
     def multiply_adds(self, context: float) -> float:
-        """See `BaselineAttention.multiply_adds`."""
         hidden, size, heads = self.config.hidden_size, self.head_dim, self.active * self.groups + 1
         projected = (heads + 2 * self.groups + heads + 1) * hidden * size
         return projected + heads * 2 * size * context + hidden * self.groups * self.experts

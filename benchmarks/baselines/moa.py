@@ -30,7 +30,6 @@ class MoAAttention(BaselineAttention):
         self.o_proj = nn.Linear(experts * self.head_dim, config.hidden_size, bias=False)
 
     def mix(self, hidden_states: torch.Tensor, attend: Attend) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `BaselineAttention.mix`."""
         logits = self.router(hidden_states)
         probabilities = logits.softmax(-1)
         chosen, experts = probabilities.topk(self.active)
@@ -47,6 +46,5 @@ class MoAAttention(BaselineAttention):
         return self.o_proj(by_expert.flatten(-2)), BALANCE * balance + Z * z
 
     def multiply_adds(self, context: float) -> float:
-        """See `BaselineAttention.multiply_adds`."""
         hidden, size = self.config.hidden_size, self.head_dim
         return 2 * (self.active + 1) * hidden * size + self.active * 2 * size * context + hidden * self.experts

@@ -25,11 +25,9 @@ class StaticAttention(BaselineAttention):
         self.o_proj = nn.Linear(width, hidden, bias=False)
 
     def mix(self, hidden_states: torch.Tensor, attend: Attend) -> tuple[torch.Tensor, float]:
-        """See `BaselineAttention.mix`."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         outputs = attend(*(one(hidden_states).unflatten(-1, (self.heads, self.head_dim)) for one in projections))
         return self.o_proj(outputs.flatten(-2) * self.weight), 0.0
 
     def multiply_adds(self, context: float) -> float:
-        """See `BaselineAttention.multiply_adds`."""
         return self.heads * self.head_dim * (4 * self.config.hidden_size + 2 * context)

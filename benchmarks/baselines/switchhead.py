@@ -30,7 +30,6 @@ class SwitchHeadAttention(BaselineAttention):
         self.o_router = nn.Linear(hidden, self.heads * experts, bias=False)
 
     def mix(self, hidden_states: torch.Tensor, attend: Attend) -> tuple[torch.Tensor, float]:
-        """See `BaselineAttention.mix`."""
         queries, keys = (
             project(hidden_states).unflatten(-1, (self.heads, self.head_dim)) for project in (self.q_proj, self.k_proj)
         )
@@ -46,7 +45,6 @@ class SwitchHeadAttention(BaselineAttention):
         return torch.zeros_like(scores).scatter(-1, experts, chosen).unsqueeze(-1)
 
     def multiply_adds(self, context: float) -> float:
-        """See `BaselineAttention.multiply_adds`."""
         hidden, width = self.config.hidden_size, self.heads * self.head_dim
         projected = 2 * (1 + self.active) * hidden * width
         return projected + 2 * width * context + 2 * hidden * self.heads * self.experts

@@ -11,23 +11,21 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scratch
 from scratch import SIZES, difference_interval, make_methods
 
-METHODS = ["moh-75", "moa-75", "switchhead", "gqe", "static-50", "moh-75-one-stage-quantized", "moh-75-first-1"]
+METHODS = ["moh-75", "moa-75", "switchhead", "gqe", "static-50", "moh-75-quantized", "moh-75-first-1"]
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch, byte_tokenizer):
+def command(tmp_path, monkeypatch):
     """Run the command with further arguments: returns its status and the record that it wrote."""
-    text, tokenizer = tmp_path / "text.jsonl", tmp_path / "bytes"
+    text = tmp_path / "text.jsonl"
     documents = [f"{i} boats were counted on the river at noon, and {i * 7} birds. " * 3 for i in range(400)]
     text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    tokenizer.mkdir()
-    byte_tokenizer(tokenizer)
+    monkeypatch.setattr(scratch, "VOCABULARY", 300)
     numbers = {"--size": "tiny", "--tokens": 512, "--context": 32, "--batch": 4, "--held-out-tokens": 256}
     numbers["--learning-rate"] = 0.01
 
-    def run(output: str, *arguments: str, tokenizer: Path | None = tokenizer) -> tuple[int, dict]:
+    def run(output: str, *arguments: str) -> tuple[int, dict]:
         words = [str(word) for pair in numbers.items() for word in pair]
-        words += ["--tokenizer", str(tokenizer)] if tokenizer else ["--vocab-size", "300"]
         monkeypatch.setattr(
             sys, "argv", ["scratch.py", str(text), "--output", str(tmp_path / output), *words, *arguments]
         )
@@ -39,7 +37,7 @@ def command(tmp_path, monkeypatch, byte_tokenizer):
 
 
 def test_methods_are_trained_and_compared(command, capsys, tmp_path):
-    status, record = command("out", "--seeds", "1", "--methods", *METHODS, tokenizer=None)
+    status, record = command("out", "--seeds", "1", "--methods", *METHODS)
     assert status == 0
     printed = capsys.readouterr().out
     assert (tmp_path / "out" / "tokenizer" / "tokenizer.json").exists()

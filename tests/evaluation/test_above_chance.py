@@ -94,9 +94,7 @@ def log_likelihood(folder: Path, context: str, continuation: str) -> float:
 def test_figures_are_those_of_plain_loops_and_it_goes_on(command, tiny_llama, tiny_moh):
     status, printed, record = command("--models", f"moh={tiny_moh}", f"same={tiny_llama}")
     assert status == 0, printed.err
-    rows = {
-        (row["benchmark"].removesuffix(" cloze").removesuffix(" letters"), row["model"]): row for row in record["rows"]
-    }
+    rows = {(row["benchmark"].removesuffix(" cloze"), row["model"]): row for row in record["rows"]}
     names = ["LAMBADA", "SciQ", "PIQA", "HellaSwag", "ARC-Easy", "WinoGrande", "BoolQ", "OpenBookQA"]
     assert len(rows) == 3 * 9 and {name for name, _ in rows} > {*names}
     assert printed.out.count("\n| ") == 3 * 9
@@ -125,23 +123,23 @@ def test_figures_are_those_of_plain_loops_and_it_goes_on(command, tiny_llama, ti
     assert status == 0 and again["rows"] == record["rows"] and "is kept from an earlier run" in printed.err
 
 
-def test_the_better_form_is_the_bases_and_a_base_at_chance_has_no_share():
-    right = {"base": {"X cloze": 0.5, "X letters": 0.9, "Y": 0.25}, "m": {"X cloze": 0.8, "X letters": 0.7, "Y": 1.0}}
+def test_a_base_at_chance_has_no_share():
+    right = {"base": {"X": 0.9, "Y": 0.25}, "m": {"X": 0.7, "Y": 1.0}}
 
     def items(share: float) -> above_chance.Items:
         n = 200
         hits = np.arange(n) < share * n
-        return above_chance.Items(hits.astype(float), np.full(n, 0.25), np.zeros(n), np.ones(n))
+        return above_chance.Items(hits.astype(float), np.full(n, 0.25), np.zeros(n))
 
     class Named:
         def __init__(self, name: str):
             self.name = name
 
     found = {label: {name: items(share) for name, share in of.items()} for label, of in right.items()}
-    rows = above_chance.table(found, [Named("X cloze"), Named("X letters"), Named("Y")])
+    rows = above_chance.table(found, [Named("X"), Named("Y")])
     of_model = {row["benchmark"]: row for row in rows if row["model"] == "m"}
-    assert list(of_model) == ["X letters", "Y", "mean of 2, 1 above chance"]
-    assert of_model["X letters"]["kept"]["value"] == pytest.approx(100 * 0.45 / 0.65)
+    assert list(of_model) == ["X", "Y", "mean of 2, 1 above chance"]
+    assert of_model["X"]["kept"]["value"] == pytest.approx(100 * 0.45 / 0.65)
     assert "kept" not in of_model["Y"]
     assert of_model["mean of 2, 1 above chance"]["kept"]["value"] == pytest.approx(100 * 0.45 / 0.65)
 
