@@ -67,7 +67,7 @@ def states_of(
     shared = count // groups
     of_heads = [head // shared for head in heads]
     whole = sorted(set(of_heads))
-    if len(whole) * (each := len(heads) // len(whole)) == len(heads) and of_heads[::each] == whole:
+    if of_heads == sorted(whole * (len(heads) // len(whole))):
         of_heads = whole
     # The kernel's output inherits these strides, in which a token's heads are contiguous.
     own = take(query.transpose(1, 2), 2, places_of(heads)).transpose(1, 2)

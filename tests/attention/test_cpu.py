@@ -96,6 +96,17 @@ def test_heads_that_are_always_or_never_on(layout, always, never) -> None:
         assert_is_the_loop(seen, (query, key, value, first, distant), (tuple(always), tuple(never)))
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_any_heads_may_never_be_on(trained) -> None:
+    """Key-value heads are shared by different numbers of the other heads."""
+    seen = seen_of([[7]], None, 2, 1)
+    query, key, value, first, distant = given(seen, heads=6, kv=2)
+    for number in range(2**6):
+        never = tuple(head for head in range(6) if number >> head & 1)
+        states = query.requires_grad_(trained), key, value, with_kinds(first, seen, never=never), distant
+        assert_is_the_loop(seen, states, ((), never))
+
+
 @pytest.mark.parametrize("window", [(6, 2, 0), (5, 1, 14), (0, 0, 0)])
 @pytest.mark.parametrize(("always", "never"), [((), ()), ((0,), (2, 5)), ((0, 1, 2, 3), (4, 5)), (range(6), ())])
 @pytest.mark.parametrize("layout", ["one text", "packed", "padding on the left"])

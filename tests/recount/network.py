@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moh_llm.modeling.interval_attention_moh import NAME, masked_attention
 from recount.text import Row
 
 
@@ -40,9 +42,12 @@ def run(model: nn.Module, ids: np.ndarray) -> Pass:
     seen = Pass(torch.empty(0), [], [], [])
     routers = [layer.self_attn.router for layer in model.model.layers if hasattr(layer.self_attn, "router")]
     handles = [router.register_forward_hook(lambda module, inputs, output: _keep(seen, output)) for router in routers]
+    # By its definition, not by the backend that made the figures.
+    ALL_ATTENTION_FUNCTIONS[NAME] = lambda *given, **_: masked_attention(*given)
     try:
         output = model(torch.from_numpy(ids)[None], use_cache=False, output_hidden_states=True)
     finally:
+        del ALL_ATTENTION_FUNCTIONS[NAME]
         for handle in handles:
             handle.remove()
     seen.logits, seen.states = output.logits[0], [states[0] for states in output.hidden_states[1:]]
