@@ -193,14 +193,3 @@ def test_where_all_keys_are_read_all_are_kept(make, how) -> None:
         moh(draw(2, 10), past_key_values=cache)  # which drops them
         with moh.all_heads_active(), pytest.raises(ValueError, match="use a DynamicCache"):
             moh(draw(2, 1), past_key_values=cache)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["fixed groups", "routed", "start"])
-def test_generation_after_turns_of_different_lengths(make, name) -> None:
-    moh, ids, mask = make(name), draw(2, 30), torch.ones(2, 30, dtype=torch.long)
-    mask[0, 5:12], mask[1, :4], mask[1, 20:25] = 0, 0, 0
-    how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    together = moh.generate(ids, attention_mask=mask, past_key_values=MoHCache(moh.config), **how)[:, -8:]
-    for row, shown in enumerate(mask.bool()):
-        assert together[row].equal(moh.generate(ids[row, shown][None], **how)[0, -8:])

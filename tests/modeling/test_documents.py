@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
@@ -81,17 +80,3 @@ def test_what_tells_documents_apart(rows, use_cache, implementation, expected):
     positions = torch.tensor([[8, 9, 0, 1, 30, 5]])
     got = first_tokens(torch.zeros(rows, 6), None, positions, None, use_cache, implementation)
     assert got.nonzero()[:, 1].tolist() == expected
-
-
-def test_nothing_waits_for_the_device():
-    """Reading a value of a fake tensor, as of a GPU's, raises."""
-    draw = random.Random(1)
-    for _ in range(50):
-        case = drawn_case(draw)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            inputs, mask, positions = (
-                None if tensor is None else fake.from_tensor(tensor)
-                for tensor in (case["inputs"], case["mask"], case["positions"])
-            )
-            for implementation in ("sdpa", "flash_attention_2", "an engine's"):
-                seen_keys(inputs, mask, positions, case["past"], False, implementation, 3, 1, 5)

@@ -16,7 +16,7 @@ from moh_llm.modeling.interval_attention_moh import (
     near_attention,
     reference_attention,
 )
-from moh_llm.modeling.seen_moh import Seen, paged_keys
+from moh_llm.modeling.seen_moh import paged_keys
 from tests.attention.naive import first_of, naive_attention, seen_of
 
 pytestmark = pytest.mark.usefixtures("reference")
@@ -114,24 +114,6 @@ def test_gradients_are_those_of_the_loop(layout, seen):
             check(own, other)
 
 
-@pytest.mark.parametrize("is_floating", [False, True])
-def test_masks_with_holes(is_floating):
-    """A key that a mask hides is not there, and what it adds to a score counts."""
-    query, key, value, _, seen, scaling, distant = make_case("a chunk", (6, 2, 8), "window", "some")
-    shown = torch.rand(3, 21) < 0.6
-    shown[:, [0, 4, 14, 20]] = True
-    visible = shown
-    if is_floating:  # for each head
-        added = torch.randn(3, 6, 9, 21, dtype=torch.float64)
-        visible = added.masked_fill(~shown[:, None, None], -torch.inf)
-    starts = torch.tensor([0, 4, 14])[:, None].expand(-1, 9)
-    seen = Seen.from_positions(seen.last[..., 0], starts, 5, 2, 0, shown)._replace(visible=visible)
-    first = seen.first(torch.rand(3, 9, 6) < 0.5)
-    arguments = query, key, value, first, seen, scaling, distant
-    expected = naive_attention(*arguments)
-    check(reference_attention(*arguments), expected)
-
-
 def test_requests_side_by_side():
     """A chunk of one request, a step of another, and the first token of a third."""
     positions = torch.tensor([[*range(9, 20), 13, 0]])
@@ -143,24 +125,6 @@ def test_requests_side_by_side():
     with torch.no_grad():
         check(reference_attention(*arguments), naive_attention(*arguments))
     check(reference_attention(*arguments), naive_attention(*arguments))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seen", SEENS)
-def test_what_queries_see_is_told_by_where_documents_begin(layout, seen):
-    rows, queries = LAYOUTS[layout]
-    expected = seen_of(rows, queries, **SEENS[seen])
-    window, sinks, until = SEENS[seen]["window"], SEENS[seen]["sinks"], SEENS[seen].get("local_start", 0)
-    found = Seen.from_positions(expected.last[..., 0], expected.start[..., 0], window, sinks, until)
-    on = torch.zeros_like(expected.start, dtype=torch.bool)
-    for flags in (on, ~on):
-        assert torch.equal(found.first(flags).expand_as(on), expected.first(flags).expand_as(on))
-    if window:
-        assert torch.equal(found.all_on.expand_as(on[..., 0]), expected.all_on.expand_as(on[..., 0]))
-        assert torch.equal(found.hidden.clamp_min(0).expand_as(on), expected.hidden.clamp_min(0).expand_as(on))
-        assert found.lead == (expected.lead if expected.last.shape[1] > 1 else 0)  # nobody asks it of a step
-    seen_sinks = torch.minimum(found.sink_end, found.last + 1).maximum(found.start)
-    assert torch.equal(seen_sinks.expand_as(on), expected.sink_end.expand_as(on))
 
 
 class Largest(TorchDispatchMode):
