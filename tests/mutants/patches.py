@@ -15,6 +15,7 @@ class Patch:
 
 
 INTERVAL = "tests/modeling/test_interval_attention.py"
+BUDGET = "tests/training/test_budget.py"
 CPU = "tests/attention/test_cpu.py"
 MASKS = "tests/modeling/test_masks.py"
 FALLBACKS = "tests/training/test_fallbacks.py"
@@ -30,6 +31,20 @@ PATCHES = (
         "length = min(model.config.all_heads_until + MAX_TOKENS,",
         "length = min(MAX_TOKENS,",
         ("tests/hub/test_proof.py::test_the_fallback_of_a_head_that_is_off_is_observed",),
+    ),
+    Patch(
+        "the budget's multiplier has the wrong sign",
+        "moh_llm/training/budget.py",
+        "found = self.multiplier - self.slope",
+        "found = self.multiplier + self.slope",
+        (f"{BUDGET}::test_multiplier_is_the_slope_of_the_task_over_that_of_the_keys",),
+    ),
+    Patch(
+        "the keys that are read give routers no gradient",
+        "moh_llm/training/budget.py",
+        "straight_through(router.select(logits), soft).sum(-1)",
+        "router.select(logits).sum(-1)",
+        (f"{BUDGET}::test_a_step_minimises_task_and_budget_together",),
     ),
     Patch(
         "LoRA freezes the fallbacks",
