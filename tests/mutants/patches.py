@@ -329,8 +329,8 @@ PATCHES = (
     Patch(
         "the load-balance loss is subtracted",
         "moh_llm/training/losses.py",
-        "return self.task + beta * self.balance",
-        "return self.task - beta * self.balance",
+        "loss = self.task + beta * self.balance",
+        "loss = self.task - beta * self.balance",
         ("tests/training/test_losses.py",),
     ),
     Patch(

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
+
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.records.identity import identify
-from recount import conversion, hashes, training
+from recount import conversion, hashes, network, training
 from recount.leaves import TIME, Exempt, Near
 from recount.models import SEQUENCE, STEPS
 from recount.training import Run
@@ -22,6 +24,7 @@ def expected_run(run: Run) -> dict[str, Any]:
         "processes": 1,
         "parameters": parameters(run),
         "balance_coefficient": training.BETAS[run.kind],
+        **keys(run),
         "evaluation": run.saved,
         "made": hashes.model_hashes(run.tuned),
         "model_files": Exempt("sizes and hashes of files"),
@@ -39,6 +42,19 @@ def parameters(run: Run) -> dict[str, int]:
     trained = count("")
     base = trained - sum(found.values())
     return {"trained": trained, "total": hashes.count(folder), "trained_base": base, "trained_adapters": 0, **found}
+
+
+def keys(run: Run) -> dict[str, Near]:
+    """The share of keys that was asked for, and that the saved model reads of the text that thresholds were set on."""
+    if run.kind != "local":
+        return {}
+    saved = network.load(run.tuned)
+    rows = [row for step in range(1, STEPS + 1) for _, row in run.sequences(step)]
+    with torch.no_grad():
+        passes = [network.run(saved, ids) for row in rows for _, ids in row]
+        read, _, total = training.distant_keys(saved.config.to_dict(), passes)
+    shares = {"keys_asked": training.planned(run.config), "keys_calibrated": float(read) / total}
+    return {name: Near(training.keys_read(run.config, share), 1e-5) for name, share in shares.items()}
 
 
 def receipt(run: Run) -> dict[str, Any]:

@@ -66,26 +66,73 @@ class Run(Recount):
     def saved(self) -> dict[str, Any]:
         """Scores of the saved model beside the base, as it is and with all heads on."""
         saved = network.load(self.tuned)
-        found = scores(network.compare(saved, self.base_network, self.held_out))
+        compared = network.compare(saved, self.base_network, self.held_out)
+        found = scores(compared) | _held_out_keys(self, compared.passes, saved.config.to_dict())
         saved.set_active_heads(8)
         dense = conversion.figures(network.compare(saved, self.base_network, self.held_out))
         return found | {"dtype": "float32", "all_heads_kl": dense["kl"]}
 
 
 def _log(run: Run) -> list[dict[str, Any]]:
-    first = {"step": 0, "validation": scores(run.scored[0]), "routing": _routing(run, 0)}
-    lines, read = [first], {source.name: 0 for source in run.sources}
+    lines, read = [{"step": 0} | _held_out(run, 0)], {source.name: 0 for source in run.sources}
+    average, multiplier = 0.0, 0.0
     for step in range(1, STEPS + 1):
         sequences = run.sequences(step)
         for source, _ in sequences:
             read[source] += SEQUENCE
         line: dict[str, Any] = {"step": step, "tokens": sum(read.values()), "tokens_of_source": dict(read)}
-        line |= _losses(run, step, [row for _, row in sequences])
-        line |= _rates(run, step) | {"timing": TIME}
+        losses, found, share = _losses(run, step, [row for _, row in sequences], multiplier)
+        line |= losses | _rates(run, step) | {"timing": TIME}
+        if run.kind == "local":
+            line["keys_multiplier"] = Near(multiplier, 1e-6 + 1e-3 * multiplier)
+            line["keys_read"] = Near(keys_read(run.config, share), 1e-5)
+            average = 0.9 * average + 0.1 * found if step > 1 else found
+            multiplier = max(0.0, average * (1 + 3 * (share / planned(run.config) - 1)))
         if step in run.scored:
-            line |= {"validation": scores(run.scored[step]), "routing": _routing(run, step)}
+            line |= _held_out(run, step)
         lines.append(line)
     return lines
+
+
+def planned(config: dict[str, Any]) -> float:
+    """Share of the distant keys that a plan reads."""
+    heads = costs.per_layer(config, "num_active_heads")
+    return sum(heads) / (len(heads) * config["num_attention_heads"])
+
+
+def keys_read(config: dict[str, Any], share: float) -> float:
+    """Share of all keys of a sequence, given that of the distant ones."""
+    on, off = costs.keys_of(config, SEQUENCE)
+    return float((off.sum() + share * (on - off).sum()) / on.sum())
+
+
+def distant_keys(config: dict[str, Any], passes: list[network.Pass]) -> tuple[torch.Tensor, float, float]:
+    """Distant keys that are read, with the gradient of sigmoids, mean over heads; their derivative; all of them."""
+    shared, count = costs.shared_heads(config), config["num_attention_heads"] * config["num_hidden_layers"]
+    read, slope, total = torch.zeros(()), 0.0, 0.0
+    for one in passes:
+        on, off = costs.keys_of(config, len(one.logits))
+        weights = torch.from_numpy(on - off).float()
+        total += float(weights.sum())
+        for layer, found in enumerate(one.scores):
+            soft = found.sigmoid()
+            gates = (found > 0).float() + soft - soft.detach()
+            read = read + (weights * (gates.sum(-1) + len(shared[layer]))).sum() / count
+            slope += float((weights * (soft * (1 - soft)).detach().sum(-1)).sum()) / count
+    return read, slope, total
+
+
+def _held_out(run: Run, step: int) -> dict[str, Any]:
+    found = run.scored[step]
+    return {"validation": scores(found) | _held_out_keys(run, found.passes, run.config), "routing": _routing(run, step)}
+
+
+def _held_out_keys(run: Run, passes: list[network.Pass], config: dict[str, Any]) -> dict[str, Near]:
+    """The share of keys that is read of held-out text, for threshold routers."""
+    if run.kind != "local":
+        return {}
+    read, _, total = distant_keys(config, passes)
+    return {"keys_read": Near(keys_read(config, float(read) / total), 1e-5)}
 
 
 def scores(found: network.Comparison) -> dict[str, Any]:
@@ -116,15 +163,18 @@ def chosen(run: Run, layer: int, scores: torch.Tensor, active: int) -> torch.Ten
     return torch.zeros_like(scores).scatter(-1, scores.topk(number).indices, 1.0).bool()
 
 
-def _losses(run: Run, step: int, sequences: list[Row]) -> dict[str, Any]:
-    """Losses of a step and the norm of its gradient, by autograd of the model before it."""
+def _losses(run: Run, step: int, sequences: list[Row], multiplier: float) -> tuple[dict[str, Any], float, float]:
+    """Losses of a step and the norm of its gradient, by autograd of the model before it.
+
+    With local fallbacks also the multiplier that its gradients tell, and the share of the distant keys that it read.
+    """
     model, heads = run.model_at(step - 1), costs.per_layer(run.config, "num_active_heads")
     for name, weight in model.named_parameters():
         weight.requires_grad_(is_trained(run, name))
     sums = dict.fromkeys(("cross_entropy", "kl", "balance_loss"), torch.zeros(()))
-    tokens, on = 0, []
+    tokens, on, every = 0, [], []
     for row in sequences:
-        passes = []
+        passes: list[network.Pass] = []
         for _, ids in row:
             own = network.run(model, ids)
             passes.append(own)
@@ -136,18 +186,28 @@ def _losses(run: Run, step: int, sequences: list[Row]) -> dict[str, Any]:
             sums["cross_entropy"] = sums["cross_entropy"] - p[torch.arange(len(p)), torch.from_numpy(ids)[1:]].sum()
             sums["kl"] = sums["kl"] + (q.exp() * (q - p)).sum()
         sums["balance_loss"] = sums["balance_loss"] + _balance(run, passes, heads)
+        every += passes
     means = {name: total / (len(sequences) if name == "balance_loss" else tokens) for name, total in sums.items()}
     loss = means["kl"] + (BETAS[run.kind] or 0) * means["balance_loss"]
+    read, slope, total = distant_keys(run.config, every)
+    if run.kind == "local":
+        loss = loss + multiplier * read / total
     loss.backward()
+    shift, found = 0.0, 0.0
+    if run.kind == "local":  # a shift of all scores is one of all biases
+        names = [name for name, _ in model.named_parameters() if name.endswith("router.routed.bias")]
+        shift = sum(float(model.get_parameter(name).grad.sum()) for name in names)
+        found = multiplier - shift / (slope / total)
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
     left_out = {"balance_loss"} if BETAS[run.kind] is None else set()
-    return {
+    numbers = {
         "loss": _rounded(loss),
         **{name: _rounded(mean) for name, mean in means.items() if name not in left_out},
         "gradient_norm": Near(norm, 1e-5 + 1e-3 * norm),  # of a bend that rounding passes on either side, too
         "heads_read": Near(float(torch.cat(on).mean()), 1e-5),
     }
+    return numbers, found, float(read.detach()) / total
 
 
 def heads_on(one: network.Pass) -> torch.Tensor:
@@ -161,8 +221,8 @@ def _rounded(value: torch.Tensor) -> Near:
 
 
 def is_trained(run: Run, name: str) -> bool:
-    if run.kind == "local":  # its base is frozen, and threshold routers are never trained
-        return ".fallback." in name
+    if run.kind == "local":  # its base is frozen
+        return ".fallback." in name or ".router." in name
     return True
 
 
