@@ -18,7 +18,7 @@ OUTPUT ?= out/quickstart
 .PHONY: quickstart test test-slow test-all test-clients test-cluster mutants results-check lint reference docs
 
 quickstart: $(VENV)/quickstart-installed
-	$(VENV)/bin/moh-llm quickstart --output $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
+	$(VENV)/bin/moh-llm quickstart --output-dir $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
 
 test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow"

@@ -1,7 +1,7 @@
 """Convert a pretrained LLaMA checkpoint into a Mixture-of-Head model.
 
-    python convert.py BASE --num-active-heads 7 --output out/moh
-    python convert.py BASE --preset paper --output out/paper
+    python convert.py BASE --num-active-heads 7 --output-dir out/moh
+    python convert.py BASE --preset paper --output-dir out/paper
     python convert.py recipes/convert_llama3_8b.yaml --num_active_heads 24
 
 ``--help`` lists the flags; a YAML recipe holds the same ones. ``moh-llm convert`` is the same command

@@ -1,6 +1,6 @@
 """Score a model and its base on benchmarks, and write a report.
 
-    python evaluate.py MODEL --base BASE --suite paper --data-dir DATA --output out/report
+    python evaluate.py MODEL --base BASE --suite paper --data-dir DATA --output-dir out/report
     torchrun --nproc-per-node 8 evaluate.py recipes/evaluate_paper.yaml
 
 ``--help`` lists the flags; a YAML recipe holds the same ones. The same command resumes an interrupted evaluation.

@@ -1,7 +1,7 @@
 """What models keep of their base's margin over chance, and of the likelihood that it gives the right answers.
 
     python benchmarks/above_chance.py BASE --models converted=out/moh tuned=out/recovery/model paper=out/paper \\
-        --data-dir out/benchmarks --output out/above_chance
+        --data-dir out/benchmarks --output-dir out/above_chance
 
 scores LAMBADA, SciQ, PIQA, HellaSwag, ARC-Easy, WinoGrande, BoolQ and OpenBookQA (`above_chance.yaml`) without
 examples, by lm-eval. Figures: accuracy in percent; margin, accuracy less what guessing gives; kept, the margin's share
@@ -9,8 +9,8 @@ of the base's, none where the base's interval reaches chance; nats, by how much 
 is above the base's. The last row is the mean over benchmarks, of the margins over those
 that the base is above chance on. Intervals are 95 %, by bootstrap over items, which all models share. Below the table:
 what share of the base's keys each converted model reads in the first prompts of each benchmark, a mean over benchmarks
-and in each. --output holds the finished benchmarks of each model, so that the same command goes on where it stopped and
-takes more models, and `above_chance.json`. The same of prompts of 2,000 to 4,000 tokens:
+and in each. --output-dir holds the finished benchmarks of each model, so that the same command goes on where it stopped
+and takes more models, and `above_chance.json`. The same of prompts of 2,000 to 4,000 tokens:
 
     python benchmarks/above_chance.py BASE --suite benchmarks/long_prompts.yaml --models ...
 """
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--items", type=int, default=1000, help="at most so many of each benchmark (default: 1000)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks (default: all)")
     add_compute_dtype(parser)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output-dir", type=Path, required=True)
     return status_of(run, parser.parse_args())
 
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"--models {given}: give NAME=MODEL, each with a name of its own that is not base")
         models[name] = model
     suite = chosen(load_suite(args.suite), args.only)
-    finished = Finished(args.output)
+    finished = Finished(args.output_dir)
     scores = score(
         *(models, suite, args.data_dir, args.items, BATCH, args.compute_dtype),
         finished=finished,
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"{scores['base'].dtype}, {', '.join(f'{name} {version}' for name, version in versions.items())}")
     record = {"models": models, "suite": suite.name, "items": args.items, "keys": keys}
     record |= {"versions": versions, "rows": rows}
-    write_json(args.output / "above_chance.json", record)
+    write_json(args.output_dir / "above_chance.json", record)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Convert a base for long context in several ways, from one calibration.
 
-    python benchmarks/local_plans.py BASE --calibration a.jsonl b.jsonl --output DIR --keys 0.67 0.5 0.33 \
+    python benchmarks/local_plans.py BASE --calibration a.jsonl b.jsonl --output-dir DIR --keys 0.67 0.5 0.33 \
         --routers threshold linear none --granularities head kv_group
 
 writes a folder for each share of keys, router, granularity and window. Each is what `convert.py BASE --fallback local
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="another one takes text after that of the seeds before it")
     add_compute_dtype(parser)
     jobs = parser.add_mutually_exclusive_group(required=True)
-    jobs.add_argument("--output", type=Path, help="folder for the models' folders")
+    jobs.add_argument("--output-dir", type=Path, help="folder for the models' folders")
     jobs.add_argument("--estimate", action="store_true", help="compare ways to choose heads instead")
     parser.add_argument("--routers", nargs="+", default=["threshold"], choices=["threshold", "linear", "none"])
     parser.add_argument("--fallback", default="local", choices=["local", "value"])
@@ -133,14 +133,14 @@ def run(args: argparse.Namespace) -> None:
     }
     for name, plan in plans.items():
         shared_and_active(plan, base.config)
-        check_output_folder(args.output / name, overwrite=False, reads=[args.base])
+        check_output_folder(args.output_dir / name, overwrite=False, reads=[args.base])
     dense, batches = open_calibration(args, base)
-    args.output.mkdir(parents=True, exist_ok=True)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
     make = make_streaming if args.streaming else make_fitter
     calibrated: dict[str, list[dict[int, RoutingFit]]] = {}
     for window in windows:  # plans of one window share the sweeps
         own = {name: plan for name, plan in plans.items() if plan.window == window}
-        with tempfile.TemporaryDirectory(dir=args.output) as scratch:
+        with tempfile.TemporaryDirectory(dir=args.output_dir) as scratch:
             samples = layer_samples(dense, batches, next(iter(own.values())), Path(scratch), args.seed)
             layers = [fit_plans(own, base.config, sample, make) for sample in samples][::-1]  # last layer first
         calibrated |= {name: [fitted[name] for fitted in layers] for name in own}
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> None:
         config, fits = plan_layers(plan, base.config, calibrated[name])
         config.dtype = base.dtype
         routing = {key: tensor.to(base.dtype) for key, tensor in routing_tensors(fits).items()}
-        with new_folder(args.output / name) as folder:
+        with new_folder(args.output_dir / name) as folder:
             write_description(folder, base, config, write_weights(folder, base, routing))
         active = config.active_heads_per_layer
         cost = sum(fit.cost for fit in fits)

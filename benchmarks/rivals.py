@@ -1,6 +1,6 @@
 """Ways to choose heads, without training: conversions by several plans, and other methods, from the same text.
 
-    python benchmarks/rivals.py BASE --calibration mixture.yaml --budgets 7 6 5 --seeds 0 1 2 --output out/rivals \\
+    python benchmarks/rivals.py BASE --calibration mixture.yaml --budgets 7 6 5 --seeds 0 1 2 --output-dir out/rivals \\
         --documents 20 --tokens-per-document 512 --text "$CORPORA"/redpajama_c4/train* "$CORPORA"/dolma/train*
 
 Each seed calibrates the base once, on its own part of the calibration text and with its own draws. A budget is the mean
@@ -18,7 +18,7 @@ Words after a comma change a method: "fallback", "budgets" (uneven ones) or "bot
 "neither", "important shared" and "none shared" (the choice of shared heads), and "by groups" (key-value groups are
 routed). Heads is the share that is on; KL(base || model), in nats per token, and perplexity / base perplexity are means
 over texts and seeds, with 95 % intervals over documents; "seeds" is the least and the most KL of a seed, and "less
-ours" the difference to the KL of "ours" on the same documents. --output holds the figures of each text: the same
+ours" the difference to the KL of "ours" on the same documents. --output-dir holds the figures of each text: the same
 command goes on where it stopped.
 """
 
@@ -107,7 +107,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=list(NAMES), metavar="NAME", help="see above; default: most")
     parser.add_argument("--by-text", action="store_true", help="print a table of each text, too")
     add_compute_dtype(parser, "float32", "since methods may differ by less than bfloat16 rounds")
-    parser.add_argument("--output", type=Path, required=True, help="folder of figures.json")
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder of figures.json")
     return status_of(run, parser.parse_args())
 
 
@@ -149,13 +149,13 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
     length = min(held_out.WINDOW, base.config.max_position_embeddings)
     texts = held_out.read_texts(args.text, args, tokenizer, length, held_out.BATCH)
-    apart = ("base", "output", "seeds", "by_text", "compute_dtype")
+    apart = ("base", "output_dir", "seeds", "by_text", "compute_dtype")
     asked = {key: value for key, value in vars(args).items() if key not in apart} | {"dtype": computed}
     asked |= {"base": base.dense_sha256, "torch": torch.__version__, "transformers": transformers.__version__}
     asked["hashes of texts"] = {name: held_out.hash_batches(batches) for name, batches in texts.items()}
     asked["device"] = kind_of_device(device)
-    keep_settings(args.output, asked)
-    path = args.output / "figures.json"
+    keep_settings(args.output_dir, asked)
+    path = args.output_dir / "figures.json"
     found: dict[str, Any] = {"calibration": {}, "seeds": {}}
     if path.exists():
         found = json.loads(path.read_text())
@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> None:
         missing = [name for name in texts if name not in figures]
         if missing:
             layers = LayerwiseModel(base.folder, base.weight_map, base.config, dtype, device)
-            fits = fit_methods(layers, batches, args.methods, args.budgets, args.output, seed)
+            fits = fit_methods(layers, batches, args.methods, args.budgets, args.output_dir, seed)
             candidates = open_candidates(dense, fits, args.methods)
         for name in missing:
             progress = tqdm(texts[name], desc=f"seed {seed}, {Path(name).name}", unit="batch")

@@ -1,6 +1,7 @@
 """Small LLaMAs trained from scratch side by side: dense, MoH (Eq. 5 to 8), MoA, SwitchHead, GQE, static sparse heads.
 
-    python benchmarks/scratch.py "$CORPORA/redpajama_c4/train*" "$CORPORA/pile/train*" --size 5m --output out/scratch
+    python benchmarks/scratch.py "$CORPORA/redpajama_c4/train*" "$CORPORA/pile/train*" --size 5m \\
+        --output-dir out/scratch
 
 With one seed all methods read the same sequences in the same order, with one schedule (linear warm-up over 5 % of the
 steps, cosine to 10 %) and the same optimizer. They are compared at equal tokens, and at equal FLOPs: methods that need
@@ -8,8 +9,8 @@ fewer per token than the dense model then read more tokens, in a run of their ow
 a method needs by its paper, not what is computed here, so that seconds say nothing about what it could save.
 `--methods all` adds ablations of MoH. With `--save` models are kept, for `convert.py`:
 
-    python benchmarks/scratch.py TEXT... --output out/scratch --methods mixtral --equal tokens --seeds 1 --save
-    python convert.py out/scratch/models/mixtral-seed-0-488-steps --output out/moh-mixtral --calibration TEXT...
+    python benchmarks/scratch.py TEXT... --output-dir out/scratch --methods mixtral --equal tokens --seeds 1 --save
+    python convert.py out/scratch/models/mixtral-seed-0-488-steps --output-dir out/moh-mixtral --calibration TEXT...
 
 Losses are in nats per token on held-out documents of the corpora. 95 % intervals of the difference to the dense model,
 or to another `--reference`, are by bootstrap over documents and seeds; with few seeds they are too narrow.
@@ -232,7 +233,7 @@ def matched(shape: Method, attention: Callable[[LlamaConfig], BaselineAttention]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpora", nargs="+", help="text files or globs, or one mixture (.yaml)")
-    parser.add_argument("--output", type=Path, required=True, help="folder of scratch.json and the tokenizer")
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder of scratch.json and the tokenizer")
     parser.add_argument("--size", choices=SIZES, default="5m", help="parameters of the dense model without embeddings")
     parser.add_argument("--methods", nargs="+", help="names, or all; the dense model is always trained")
     parser.add_argument("--tokens", type=int, default=4_000_000, help="of a run at equal tokens")
@@ -251,15 +252,15 @@ def main() -> int:
 
 def locked(args: argparse.Namespace) -> None:
     """`run` by one process at a time."""
-    with lock_folder(args.output):
+    with lock_folder(args.output_dir):
         run(args)
 
 
 def run(args: argparse.Namespace) -> None:
     """Train what is missing, then print the tables."""
     mixture = mixture_from_arguments(args.corpora)
-    check_output_folder(args.output, overwrite=True)  # what is there is kept
-    args.output.mkdir(parents=True, exist_ok=True)
+    check_output_folder(args.output_dir, overwrite=True)  # what is there is kept
+    args.output_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = open_tokenizer(trained_tokenizer(args, mixture))
     text_tokenizer = TextTokenizer.from_tokenizer(tokenizer)
     known, compared = make_methods(SIZES[args.size], text_tokenizer.vocab_size, args.context)
@@ -290,7 +291,7 @@ def run(args: argparse.Namespace) -> None:
         rows = make_table(record, names, equal, args.seeds, args.reference)
         print(f"\nat equal {equal}", *table_lines(record, rows, args.reference), sep="\n")
         record["tables"][equal] = rows
-    write_json(args.output / "scratch.json", record)
+    write_json(args.output_dir / "scratch.json", record)
 
 
 def train_missing(
@@ -320,10 +321,12 @@ def train_missing(
                 "data": make_receipt(stream, steps * args.batch),
             }
             if args.save and methods[name].attention is None:
-                with new_folder(args.output / "models" / f"{name}-seed-{seed}-{steps}-steps", overwrite=True) as folder:
+                with new_folder(
+                    args.output_dir / "models" / f"{name}-seed-{seed}-{steps}-steps", overwrite=True
+                ) as folder:
                     model.save_pretrained(folder)
                     tokenizer.save_pretrained(folder)
-            write_json(args.output / "scratch.json", record)
+            write_json(args.output_dir / "scratch.json", record)
 
 
 def trained_tokenizer(args: argparse.Namespace, mixture: Mixture) -> Path:
@@ -332,7 +335,7 @@ def trained_tokenizer(args: argparse.Namespace, mixture: Mixture) -> Path:
     Raises:
         UserError: one of other text or another size is there.
     """
-    folder, settings = args.output / "tokenizer", {"vocabulary size": VOCABULARY, "corpora": args.corpora}
+    folder, settings = args.output_dir / "tokenizer", {"vocabulary size": VOCABULARY, "corpora": args.corpora}
     if folder.is_dir():
         keep_settings(folder, settings)
         return folder
@@ -358,13 +361,13 @@ def opened(
     args: argparse.Namespace, tokenizer: TextTokenizer, batches: Sequence[Batch], sources: Sequence[TokenizedSource]
 ) -> dict[str, Any]:
     """The record of OUTPUT, or a new one. Raises UserError where it is of other settings."""
-    path = args.output / "scratch.json"
+    path = args.output_dir / "scratch.json"
     record = read_json(path) if path.exists() else None
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings |= {"tokenizer": tokenizer.sha256, "training_tokens": [len(source.train) for source in sources]}
     if record:
         if differ := [name for name in settings if record["settings"].get(name) != settings[name]]:
-            raise UserError(f"{path} is of another {', '.join(differ)}; name another --output, or give the same")
+            raise UserError(f"{path} is of another {', '.join(differ)}; name another --output-dir, or give the same")
         return record
     read = held_out.NGrams(held_out.numbered(source.train) for source in sources)
     documents = torch.cat([batch["documents"][:, 1:][batch["labels"][:, 1:] != -100] for batch in batches])

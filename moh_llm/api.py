@@ -5,7 +5,7 @@
     conversion = moh_llm.convert("HuggingFaceTB/SmolLM2-135M", "out/moh", num_active_heads=7)
     print(conversion.verification.converted.perplexity_ratio)
     moh_llm.train("recipes/smollm2_recovery.yaml", model="out/moh", output_dir="out/recovery")
-    moh_llm.evaluate("out/recovery/model", base="HuggingFaceTB/SmolLM2-135M", suite="smoke", output="out/report")
+    moh_llm.evaluate("out/recovery/model", base="HuggingFaceTB/SmolLM2-135M", suite="smoke", output_dir="out/report")
     moh_llm.publish("out/recovery/model", "ORG/NAME", evaluation="out/report", dry_run=True)
 
 The keyword arguments are the fields of `ConversionConfig`, `TrainConfig`, `EvaluationConfig` and `PublishConfig`, which
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 
 
-def convert(base: PathLike, output: PathLike, **options: Any) -> "Conversion":
+def convert(base: PathLike, output_dir: PathLike, **options: Any) -> "Conversion":
     """Convert a pretrained LLaMA checkpoint into an MoH one, and verify it.
 
     Args:
         base: folder, Hub id or Hub id@revision of a checkpoint in safetensors, dense or MoH.
-        output: folder to make.
+        output_dir: folder to make.
         options: other fields of `moh_llm.conversion.config.ConversionConfig`, such as ``keys=0.75``.
 
     Returns:
-        The content of ``output/conversion.json``.
+        The content of ``output_dir/conversion.json``.
 
     Raises:
-        UserError: bad input; ``output`` is then as before.
+        UserError: bad input; ``output_dir`` is then as before.
     """
     from moh_llm.conversion.config import ConversionConfig
     from moh_llm.conversion.convert import convert as convert_checkpoint
@@ -48,20 +48,20 @@ def convert(base: PathLike, output: PathLike, **options: Any) -> "Conversion":
     from moh_llm.locking import lock_folder
     from moh_llm.recipe import keyword_options
 
-    config = keyword_options(ConversionConfig, "convert", base=base, output=output, **options)
+    config = keyword_options(ConversionConfig, "convert", base=base, output_dir=output_dir, **options)
     record = convert_checkpoint(config)
-    with lock_folder(config.output):
-        write_local_card(config.output)
+    with lock_folder(config.output_dir):
+        write_local_card(config.output_dir)
     return record
 
 
-def to_dense(model: PathLike, output: PathLike, *, overwrite: bool = False) -> None:
+def to_dense(model: PathLike, output_dir: PathLike, *, overwrite: bool = False) -> None:
     """Write the dense checkpoint inside an MoH model, byte for byte, without routers and fallbacks.
 
     Args:
         model: folder, Hub id or Hub id@revision of the MoH model.
-        output: folder to make.
-        overwrite: replace ``output`` if it is not empty.
+        output_dir: folder to make.
+        overwrite: replace ``output_dir`` if it is not empty.
 
     Raises:
         UserError: ``model`` is no MoH model, weighs heads by their scores, or cannot be read.
@@ -69,7 +69,7 @@ def to_dense(model: PathLike, output: PathLike, *, overwrite: bool = False) -> N
     from moh_llm.conversion.convert import restore_dense
     from moh_llm.reading import expand_home
 
-    restore_dense(expand_home(model), Path(expand_home(output)), overwrite)
+    restore_dense(expand_home(model), Path(expand_home(output_dir)), overwrite)
 
 
 def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **options: Any) -> "RunRecord":

@@ -77,10 +77,10 @@ def check_holds_none(output: Path, reads: Iterable[str | Path]) -> None:
     """Raise UserError if ``output`` holds one of the inputs; names that are not local paths are ignored."""
     for read in map(Path, reads):
         if read.exists() and Path(os.path.realpath(read)).is_relative_to(os.path.realpath(output)):
-            raise UserError(f"--output {output} would replace {read}, which is an input; name another folder")
+            raise UserError(f"--output-dir {output} would replace {read}, which is an input; name another folder")
 
 
-def check_place(output: Path, flag: str = "--output") -> None:
+def check_place(output: Path, flag: str = "--output-dir") -> None:
     """Raise UserError if ``output`` is a broken link, or lies in the folder of a model, with which it would go."""
     place = Path(os.path.realpath(output))
     if output.is_symlink() and not output.exists():
@@ -97,12 +97,12 @@ def check_output_folder(output: Path, overwrite: bool, reads: Iterable[str | Pat
     """
     check_place(output)
     if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is a file; name a folder")
+        raise UserError(f"--output-dir {output} is a file; name a folder")
     if Path.cwd().is_relative_to(os.path.realpath(output)):
-        raise UserError(f"--output {output} would replace the working folder; name a folder in it")
+        raise UserError(f"--output-dir {output} would replace the working folder; name a folder in it")
     check_holds_none(output, reads)
     if output.exists() and any(output.iterdir()) and not overwrite:
-        raise UserError(f"--output {output} exists and is not empty; pass --overwrite or name another folder")
+        raise UserError(f"--output-dir {output} exists and is not empty; pass --overwrite or name another folder")
 
 
 @contextlib.contextmanager

@@ -153,7 +153,7 @@ def river(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def convert(river: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
-    """`moh-llm convert BASE --output OUTPUT FLAGS` on little text; returns the exit status.
+    """`moh-llm convert BASE --output-dir OUTPUT FLAGS` on little text; returns the exit status.
 
     `shared=X`, `budgets=X` and `local_sinks=N` among the flags are lines of a recipe.
     """
@@ -166,7 +166,7 @@ def convert(river: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
         if lines:
             source = tmp_path_factory.mktemp("recipe") / "convert.yaml"
             source.write_text(json.dumps({"base": str(base)} | dict(line.split("=") for line in lines)))
-        return main(["convert", str(source), "--output", str(output), *small, *flags])
+        return main(["convert", str(source), "--output-dir", str(output), *small, *flags])
 
     return run
 

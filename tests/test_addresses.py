@@ -66,16 +66,16 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 )
 def test_nor_what_is_said_of_a_mixture(tmp_path, tokenizer, capsys, source):
     (tmp_path / "mixture.yaml").write_text(f"sources:\n  '{WITH}/name': {source}\n")
-    refusal(capsys, "tokenize", tmp_path / "mixture.yaml", "--tokenizer", tokenizer, "--output", tmp_path / "out")
+    refusal(capsys, "tokenize", tmp_path / "mixture.yaml", "--tokenizer", tokenizer, "--output-dir", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["convert", WITH, "--output", "out"],
+        ["convert", WITH, "--output-dir", "out"],
         ["mixture", "show", "embedded", "--tokens", WITH],
         ["publish", WITH, "--repo-id", "org/moh"],
-        ["evaluate", WITH, "--output", "out"],
+        ["evaluate", WITH, "--output-dir", "out"],
         ["train", f"{WITH}/recipe.yaml"],
     ],
 )
@@ -125,7 +125,7 @@ def test_nor_what_tokenising_leaves_behind(tmp_path, site, tokenizer, capsys):
     (tmp_path / "mixture.yaml").write_text(
         f"name: {WITH}\nsources:\n  web:\n    weight: 1\n    url_list: list.txt\n    match: http://alice:hidden@*\n"
     )
-    command = ["tokenize", tmp_path / "mixture.yaml", "--tokenizer", tokenizer, "--output", tmp_path / "out"]
+    command = ["tokenize", tmp_path / "mixture.yaml", "--tokenizer", tokenizer, "--output-dir", tmp_path / "out"]
     assert refusal(capsys, *command).startswith(f"error: http://{site}/a.jsonl, line 2: not a JSON record")
     text.write_text('{"text": "river"}\n')
     for _ in range(2):  # the second finds its source as it was recorded

@@ -53,6 +53,6 @@ def test_train(moh, river, tmp_path) -> None:
 def test_evaluate(moh, base, tmp_path, unrendered) -> None:
     pytest.importorskip("lm_eval")
     options = {"base": base, "suite": "smoke", "limit": 2, "device": "cpu", "analysis": False}
-    evaluation = moh_llm.evaluate(moh, output=tmp_path / "report", **options)
+    evaluation = moh_llm.evaluate(moh, output_dir=tmp_path / "report", **options)
     assert evaluation.failed_benchmarks == [] and evaluation.partial is None
     assert (tmp_path / "report" / "report.html").is_file()

@@ -49,5 +49,5 @@ def test_interrupt_is_one_line(monkeypatch, capsys, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("moh_llm.commands.convert.run", interrupt)
-    assert main(["convert", "base", "--output", str(tmp_path / "out")]) == 130
+    assert main(["convert", "base", "--output-dir", str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err == "interrupted; nothing half-written was left in place of a result\n"

@@ -108,7 +108,7 @@ def inputs(made_once: Callable[..., Path], make_llama: Callable[..., Path], rive
         (folder / "base").symlink_to(make_llama(max_position_embeddings=64))
         (folder / "tiny.yaml").write_text(yaml.safe_dump(SIZES | {"num_attention_heads": 2}))
         text = ["--calibration", str(river), "--calibration-tokens", "1024", "--heldout-tokens", "256"]
-        assert main(["convert", str(folder / "base"), "--output", str(folder / "moh"), *text]) == 0
+        assert main(["convert", str(folder / "base"), "--output-dir", str(folder / "moh"), *text]) == 0
 
     return made_once("locked", make)
 
@@ -131,7 +131,7 @@ def commands(inputs: Path, river: Path, output: Path) -> dict[str, list[str]]:
     settings |= {"data": {"mixture": str(mixture), "sequence_length": 32, "batch_size": 2, "micro_batch_size": 1}}
     settings |= {"schedule": {"warmup_steps": 1}}
     recipe.write_text(yaml.safe_dump(settings | {"evaluation": {"eval_steps": 0, "max_tokens": 64}}))
-    to = ["--output", str(output)]
+    to = ["--output-dir", str(output)]
     text = ["--calibration", str(river), "--calibration-tokens", "1024", "--heldout-tokens", "256"]
     return {
         "convert": ["convert", base, *to, *text],
@@ -157,7 +157,7 @@ def test_each_command_is_refused_while_another_process_writes(name, inputs, run,
     if name == "publish":
         output.symlink_to(inputs / "moh")
     command = {
-        "export": ["checkpoint", "export", str(run / "checkpoints" / "step-000002"), "--output", str(output)],
+        "export": ["checkpoint", "export", str(run / "checkpoints" / "step-000002"), "--output-dir", str(output)],
         **commands(inputs, river, output),
     }[name]
     with holder(output):

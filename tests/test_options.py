@@ -48,10 +48,10 @@ def test_help_is_short(capsys, monkeypatch) -> None:
 def test_flags_override_the_recipe(tmp_path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("base: b\noutput: o\nnum_active_heads: 7\ncalibration: [a.txt, b.txt]\noverwrite: true\n")
-    config = parse(str(path), "--num_active_heads", "6", "--output=x")
-    assert (config.base, config.output, config.num_active_heads, config.overwrite) == ("b", Path("x"), 6, True)
+    config = parse(str(path), "--num_active_heads", "6", "--output-dir=x")
+    assert (config.base, config.output_dir, config.num_active_heads, config.overwrite) == ("b", Path("x"), 6, True)
     assert config.calibration == ("a.txt", "b.txt")
-    assert parse("b", "--output", "x", "--calibration", "a", "c", "--keys", "0.5").calibration == ("a", "c")
+    assert parse("b", "--output-dir", "x", "--calibration", "a", "c", "--keys", "0.5").calibration == ("a", "c")
 
 
 @pytest.mark.parametrize("word", ["12e4567", "010", "no"])
@@ -99,7 +99,7 @@ def test_a_bad_recipe_ends_in_one_line(tmp_path, capsys, text, message) -> None:
 )
 def test_a_bad_flag_is_named(words, message) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
-        parse("b", "--output", "o", *words)
+        parse("b", "--output-dir", "o", *words)
 
 
 REMOVED = [(command, name) for command, kind in KINDS.items() for name in getattr(kind, "REMOVED", {})]
@@ -126,8 +126,8 @@ def test_keyword_arguments_are_checked_likewise(tmp_path) -> None:
     for call, message in (
         (lambda: moh_llm.convert("b", tmp_path / "o", num_heads=3), "convert: unknown option 'num_heads'; the nearest"),
         (lambda: moh_llm.convert("b", tmp_path / "o", active_ratio=0.5), "convert: active_ratio was removed: keys"),
-        (lambda: moh_llm.evaluate("b", output=tmp_path / "o", limit=0), "evaluate: limit=0 must be greater than 0"),
-        (lambda: ConversionConfig(base="b", output="o", context="many"), "context=many must be a valid integer"),
+        (lambda: moh_llm.evaluate("b", output_dir=tmp_path / "o", limit=0), "evaluate: limit=0 must be greater than 0"),
+        (lambda: ConversionConfig(base="b", output_dir="o", context="many"), "context=many must be a valid integer"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             call()

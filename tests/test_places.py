@@ -24,12 +24,12 @@ def home(tmp_path, monkeypatch) -> Path:
 
 # Commands whose options are no dataclass, with every path option, and how many of its values name a place in the home.
 CALLS = {
-    "quickstart": ("--base ~/x --output ~/x", 2),
-    "recipes": ("copy data_mixtures --output ~/x", 1),
+    "quickstart": ("--base ~/x --output-dir ~/x", 2),
+    "recipes": ("copy data_mixtures --output-dir ~/x", 1),
     "mixture": ("show ~/x", 1),
-    "tokenize": ("~/x --tokenizer ~/x --output ~/x", 3),
-    "init": ("~/x --tokenizer ~/x --output ~/x", 3),
-    "checkpoint": ("export ~/x --output ~/x", 2),
+    "tokenize": ("~/x --tokenizer ~/x --output-dir ~/x", 3),
+    "init": ("~/x --tokenizer ~/x --output-dir ~/x", 3),
+    "checkpoint": ("export ~/x --output-dir ~/x", 2),
     "report": ("~/x", 1),
     "data": ("fetch-benchmarks ~/x --suite ~/x", 2),
     "serve": ("~/x", 1),
@@ -71,7 +71,7 @@ def test_every_path_of_options_expands_it(kind, home):
 def test_a_config_that_transformers_refuses_ends_in_one_line(command, make_llama, tmp_path, capsys):
     shutil.copytree(make_llama(), tmp_path / "base")
     plain = ["convert", str(tmp_path / "base"), "--preset", "paper", "--heldout-tokens", "0"]
-    assert main([*plain, "--output", str(tmp_path / "moh")]) == 0
+    assert main([*plain, "--output-dir", str(tmp_path / "moh")]) == 0
     recipe = {"model": str(tmp_path / "moh"), "output_dir": str(tmp_path / "out"), "max_steps": 1}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"schedule": {"warmup_steps": 1}}))
     for name in ("base", "moh"):
@@ -79,6 +79,6 @@ def test_a_config_that_transformers_refuses_ends_in_one_line(command, make_llama
         (tmp_path / name / "config.json").write_text(json.dumps(config | {"initializer_range": 1.02}))
         (tmp_path / name / "seal.json").unlink(missing_ok=True)  # which would tell that it was edited
     train = ["train", str(tmp_path / "recipe.yaml")]
-    assert main([*plain, "--output", str(tmp_path / "out")] if command == "convert" else train) == 2
+    assert main([*plain, "--output-dir", str(tmp_path / "out")] if command == "convert" else train) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "initializer_range" in line]
     assert "config.json" in line

@@ -52,7 +52,7 @@ def test_copies_are_the_files_and_replace_none(tmp_path, monkeypatch, capsys) ->
 
 @pytest.mark.parametrize("name", ["paper", "recipes/../README.md", str(ROOT / "README.md")])
 def test_other_names_are_refused(tmp_path, capsys, name) -> None:
-    assert main(["recipes", "copy", name, "--output", str(tmp_path / "out")]) == 2
+    assert main(["recipes", "copy", name, "--output-dir", str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err
     assert re.fullmatch(rf"error: no recipe or data mixture '{re.escape(name)}'; the nearest name is '[\w/.]+'\n", told)
     assert not list(tmp_path.iterdir())

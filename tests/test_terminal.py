@@ -46,7 +46,7 @@ def test_only_one_module_prints():
 
 @pytest.mark.parametrize(
     "command",
-    [["convert", "no\x1b[31m\nsuch/a/b", "--output", "out"], ["mixture", "show", "no\rsuch\u202e.yaml"]],
+    [["convert", "no\x1b[31m\nsuch/a/b", "--output-dir", "out"], ["mixture", "show", "no\rsuch\u202e.yaml"]],
 )
 def test_an_error_is_one_line_of_text(command, capsys):
     assert main(command) == 2
@@ -59,8 +59,8 @@ def test_a_file_whose_name_is_not_utf_8_is_refused(make_llama, river, tmp_path, 
     (tmp_path / f"{LATIN}.jsonl").write_bytes(river.read_bytes())
     (tmp_path / "m.yaml").write_text(yaml.safe_dump({"sources": {"a": {"weight": 1, "files": "*.jsonl"}}}))
     for command in (
-        ["tokenize", str(tmp_path / "m.yaml"), "--tokenizer", str(make_llama()), "--output", str(tmp_path / "out")],
-        ["convert", str(tmp_path / LATIN), "--output", str(tmp_path / "out")],
+        ["tokenize", str(tmp_path / "m.yaml"), "--tokenizer", str(make_llama()), "--output-dir", str(tmp_path / "out")],
+        ["convert", str(tmp_path / LATIN), "--output-dir", str(tmp_path / "out")],
     ):
         assert main(command) == 2
         assert "in UTF-8" in capsys.readouterr().err

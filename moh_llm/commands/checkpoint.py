@@ -1,4 +1,4 @@
-"""``moh-llm checkpoint export OUTPUT/checkpoints/step-N --output DIR``: a model of a run's checkpoint."""
+"""``moh-llm checkpoint export OUTPUT/checkpoints/step-N --output-dir DIR``: a model of a run's checkpoint."""
 
 import argparse
 
@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     export = actions.add_parser("export", help="make a model folder of a checkpoint", description=__doc__)
     export.add_argument("checkpoint", metavar="CHECKPOINT", type=as_path, help="folder checkpoints/step-N of a run")
-    export.add_argument("--output", required=True, type=as_path, help="folder to make")
+    export.add_argument("--output-dir", required=True, type=as_path, help="folder to make")
     export.add_argument("--overwrite", action="store_true", help="replace the output folder if it is not empty")
 
 
@@ -19,6 +19,6 @@ def run(args: argparse.Namespace) -> int:
     """Export. Returns the exit status; raises `UserError` for bad input."""
     from moh_llm.training.saving import export_checkpoint
 
-    record = export_checkpoint(args.checkpoint, args.output, args.overwrite)
-    say(f"{args.output} holds the model after step {record.step}")
+    record = export_checkpoint(args.checkpoint, args.output_dir, args.overwrite)
+    say(f"{args.output_dir} holds the model after step {record.step}")
     return 0

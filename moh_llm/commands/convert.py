@@ -17,7 +17,7 @@ def add_arguments(parser: OptionParser) -> None:
     from moh_llm.conversion.config import ConversionConfig
 
     parser.usage = (
-        "%(prog)s [-h] BASE --output DIR [--OPTION VALUE ...]\n       %(prog)s RECIPE.yaml [--OPTION VALUE ...]"
+        "%(prog)s [-h] BASE --output-dir DIR [--OPTION VALUE ...]\n       %(prog)s RECIPE.yaml [--OPTION VALUE ...]"
     )
     parser.add_words("BASE", ConversionConfig, "base")
     parser.add_options(ConversionConfig, hidden=["base", *ConversionConfig.WITHOUT_FLAG])
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if args.to_dense:
         restore(config)  # the way back: the dense checkpoint inside an MoH model
     else:
-        print_conversion(moh_llm.convert(**vars(config)), config.output)
+        print_conversion(moh_llm.convert(**vars(config)), config.output_dir)
     return 0
 
 
@@ -43,10 +43,10 @@ def restore(config: "ConversionConfig") -> None:
     from moh_llm.errors import UserError
     from moh_llm.recipe import differing
 
-    if others := differing(config).keys() - {"base", "output", "overwrite"}:
+    if others := differing(config).keys() - {"base", "output_dir", "overwrite"}:
         raise UserError(f"--to-dense copies the dense weights as they are; drop {', '.join(sorted(others))}")
-    moh_llm.to_dense(config.base, config.output, overwrite=config.overwrite)
-    say(f"{config.base}: the dense model inside, byte for byte, is written to {config.output}")
+    moh_llm.to_dense(config.base, config.output_dir, overwrite=config.overwrite)
+    say(f"{config.base}: the dense model inside, byte for byte, is written to {config.output_dir}")
 
 
 def print_conversion(record: "Conversion", output: Path) -> None:

@@ -1,4 +1,4 @@
-"""``moh-llm init ARCHITECTURE --tokenizer TOKENIZER --output DIR``: random weights, to train from scratch."""
+"""``moh-llm init ARCHITECTURE --tokenizer TOKENIZER --output-dir DIR``: random weights, to train from scratch."""
 
 import argparse
 
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="YAML file of sizes and head plan, for example recipes/architectures/moh_llm_s.yaml",
     )
     parser.add_argument("--tokenizer", required=True, type=expand_home, help="folder or Hub id of the tokenizer")
-    parser.add_argument("--output", required=True, type=as_path, help="folder to make")
+    parser.add_argument("--output-dir", required=True, type=as_path, help="folder to make")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it is not empty")
 
@@ -28,12 +28,12 @@ def run(args: argparse.Namespace) -> int:
 
     if not 0 <= args.seed < 2**32:
         raise UserError(f"--seed {args.seed} must lie in [0, 2**32)")
-    model = initialise(args.architecture, args.tokenizer, args.output, args.seed, args.overwrite)
+    model = initialise(args.architecture, args.tokenizer, args.output_dir, args.seed, args.overwrite)
     config, total = model.config, sum(weight.numel() for weight in model.parameters())
     layers, active = config.num_hidden_layers, sum(config.active_heads_per_layer)
     say(
         f"{args.architecture.stem}: {total:,} parameters, {layers} layers of {config.num_attention_heads} heads -> "
         f"{active / layers:.4g} active, router {config.router_type}",
-        f"written to {args.output} in float32, seed {args.seed}",
+        f"written to {args.output_dir} in float32, seed {args.seed}",
     )
     return 0

@@ -13,7 +13,9 @@ MADE = ("base", "moh", "recovery", "report", "recipe.yaml")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.add_argument("--base", type=expand_home, help="folder or Hub id of the base (default: SmolLM2-135M)")
-    parser.add_argument("--output", type=as_path, default=Path("out/quickstart"), help="folder for all that is made")
+    parser.add_argument(
+        "--output-dir", type=as_path, default=Path("out/quickstart"), help="folder for all that is made"
+    )
     parser.add_argument("--overwrite", action="store_true", help="remove what an earlier quick start left there")
 
 
@@ -24,7 +26,7 @@ def clear(output: Path) -> None:
     # `.moh.123.tmp` is what a killed quick start leaves of `moh`.
     names = sorted(path.name for path in output.iterdir())
     if foreign := [n for n in names if not any(n == made or n.startswith(f".{made}.") for made in MADE)]:
-        raise UserError(f"--output {output} holds {foreign[0]}, which no quick start made; name another folder")
+        raise UserError(f"--output-dir {output} holds {foreign[0]}, which no quick start made; name another folder")
     shutil.rmtree(output)
 
 
@@ -33,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.files import check_output_folder
     from moh_llm.locking import lock_folder
 
-    with lock_folder(args.output):
-        check_output_folder(args.output, args.overwrite, [args.base] if args.base else [])
-        output = args.output.resolve()
+    with lock_folder(args.output_dir):
+        check_output_folder(args.output_dir, args.overwrite, [args.base] if args.base else [])
+        output = args.output_dir.resolve()
         if output.exists():
             clear(output)
         from moh_llm.quickstart.run import quickstart

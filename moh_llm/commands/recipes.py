@@ -1,7 +1,7 @@
 """``moh-llm recipes``: list the recipes and data mixtures that come with this package, and copy them to edit and run.
 
     moh-llm recipes
-    moh-llm recipes copy recipes/smollm2_recovery.yaml data_mixtures --output my-runs
+    moh-llm recipes copy recipes/smollm2_recovery.yaml data_mixtures --output-dir my-runs
     moh-llm recipes --all-keys train > my-recipe.yaml
 
 Copies keep their paths below the output folder, so that commands run there find what a recipe's comments name.
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     copy = actions.add_parser("copy", help="copy some of them (default: list all)", description=__doc__)
     copy.add_argument("names", metavar="NAME", nargs="+", help="file or folder of the list, such as recipes/launch")
-    copy.add_argument("--output", type=as_path, default=Path(), help="folder to copy into (default: this one)")
+    copy.add_argument("--output-dir", type=as_path, default=Path(), help="folder to copy into (default: this one)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         say(*full_recipe(args.all_keys).splitlines())
         return 0
     if args.action == "copy":
-        for path in copy_files(args.names, args.output):
+        for path in copy_files(args.names, args.output_dir):
             say(path)
         return 0
     files = shipped_files()
@@ -81,11 +81,13 @@ def copy_files(names: list[str], output: Path) -> list[Path]:
     copies = {output / name: path for name, path in chosen.items()}
     for copy in copies:
         if os.path.lexists(copy):
-            raise UserError(f"{copy} exists already; remove it or name another folder with --output")
+            raise UserError(f"{copy} exists already; remove it or name another folder with --output-dir")
     for copy, path in copies.items():
         try:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)  # with its mode: scripts stay executable
         except OSError as error:
-            raise UserError(f"{copy} cannot be written: {error.strerror}; name another folder with --output") from error
+            raise UserError(
+                f"{copy} cannot be written: {error.strerror}; name another folder with --output-dir"
+            ) from error
     return list(copies)

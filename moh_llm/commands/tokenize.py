@@ -1,4 +1,4 @@
-"""``moh-llm tokenize MIXTURE --tokenizer MODEL --output FOLDER``: text to token shards, once."""
+"""``moh-llm tokenize MIXTURE --tokenizer MODEL --output-dir FOLDER``: text to token shards, once."""
 
 import argparse
 from typing import Any
@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("mixture", metavar="MIXTURE", type=expand_home, help="YAML file, or 'embedded'")
     parser.add_argument("--tokenizer", required=True, type=expand_home, help="folder or Hub id of the model")
-    parser.add_argument("--output", required=True, type=as_path, help="folder of the shards; resumes there")
+    parser.add_argument("--output-dir", required=True, type=as_path, help="folder of the shards; resumes there")
     parser.add_argument("--workers", type=int, help="processes at once (default: one per 4 cores)")
     parser.add_argument("--executor", choices=("local", "slurm", "ray"), default="local", help="where it runs")
     parser.add_argument(
@@ -39,18 +39,18 @@ def run(args: argparse.Namespace) -> int:
     record = tokenize_mixture(
         mixture,
         tokenizer,
-        args.output,
+        args.output_dir,
         workers=args.workers,
         executor=args.executor,
         executor_args=executor_args,
     )
     if record is None:
-        say(f"submitted to Slurm; the last job writes {args.output}/mixture.json")
+        say(f"submitted to Slurm; the last job writes {args.output_dir}/mixture.json")
         return 0
     for name, source in record.sources.items():
         loss = "" if source.loss_tokens is None else f", loss on {source.loss_tokens:,} tokens"
         say(f"{name}: {source.tokens:,} tokens of {source.documents:,} documents{loss}")
-    say(f"{args.output}: {record.tokens:,} tokens")
+    say(f"{args.output_dir}: {record.tokens:,} tokens")
     return 0
 
 

@@ -137,6 +137,7 @@ class ConversionConfig(PlanOptions):
     """One conversion: a base, a folder to make, the head plan, and the text to fit and verify on."""
 
     REMOVED: ClassVar[dict[str, str]] = {
+        "output": "output_dir names the folder to make",
         "attention_time": "keys states the budget as a share of the keys that are read",
         "new_embeddings": "a new token's row is the mean of the rows of its pieces in the base's tokenizer",
         "pad_to_multiple_of": "the rows of the embedding are always rounded up to a multiple of 64",
@@ -152,7 +153,7 @@ class ConversionConfig(PlanOptions):
     base: Place
     """Folder or Hub id[@REVISION] of a checkpoint in safetensors, dense or MoH."""
 
-    output: Folder
+    output_dir: Folder
     """Folder to make."""
 
     overwrite: bool = False

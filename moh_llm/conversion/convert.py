@@ -62,7 +62,7 @@ def convert(options: ConversionConfig) -> Conversion:
     mixture = EMBEDDED if options.calibration is None else mixture_from_arguments(options.calibration)
     texts = [file for source in mixture.sources for file in source.files] if reads_text else []
     read = [options.base, *texts, *([options.tokenizer] if options.tokenizer else [])]
-    check_output_folder(options.output, options.overwrite, reads=read)
+    check_output_folder(options.output_dir, options.overwrite, reads=read)
     base = open_base(options.base, paper_preset=options.preset == "paper")
     records = _read_records(base)
     length = min(options.context, base.config.max_position_embeddings)
@@ -82,7 +82,7 @@ def convert(options: ConversionConfig) -> Conversion:
     if verifies:
         held_out = validation_batches(sources, length, wanted, _rows(length))
 
-    with lock_folder(options.output), new_folder(options.output, options.overwrite) as folder:
+    with lock_folder(options.output_dir), new_folder(options.output_dir, options.overwrite) as folder:
         identity = base.identity()
         chain = records.chain  # a base that is a tuned model has a lineage, which goes on
         if widening is not None:

@@ -227,7 +227,7 @@ def cache_folder(mixture: Mixture, tokenizer: TextTokenizer) -> Path:
     if total > ON_THE_FLY_BYTES:
         raise UserError(
             f"mixture {mixture.name} has more than {ON_THE_FLY_BYTES / 2**30:g} GiB of text, or files of unknown size; "
-            "tokenise it first (moh-llm tokenize MIXTURE --tokenizer MODEL --output FOLDER) and train with "
+            "tokenise it first (moh-llm tokenize MIXTURE --tokenizer MODEL --output-dir FOLDER) and train with "
             "data.mixture=FOLDER"
         )
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]

@@ -88,8 +88,8 @@ def prepare_sources(tasks: Sequence[Task], tokenizer: TextTokenizer, validation_
         changed = [name for name, now in identity if getattr(recorded, name) != now]
         if changed:
             raise UserError(
-                f"{folder} holds tokens made with another {' and '.join(changed)}; restore it, name another --output, "
-                "or remove that folder to tokenise the source again"
+                f"{folder} holds tokens made with another {' and '.join(changed)}; restore it, name another "
+                "--output-dir, or remove that folder to tokenise the source again"
             )
 
 

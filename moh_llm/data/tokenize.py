@@ -62,11 +62,11 @@ def tokenize_mixture(
     options = executor_args or {}
     with lock_folder(output):
         if output.exists() and not output.is_dir():
-            raise UserError(f"--output {output} is a file; name a folder")
+            raise UserError(f"--output-dir {output} is a file; name a folder")
         held = [path for path in output.iterdir() if path.name != INSIDE] if output.exists() else []
         # The record is written last: a run that was killed left sources without it.
         if held and not (output / MIXTURE_RECORD).exists() and not any(output.glob("*/source.json")):
-            raise UserError(f"--output {output} is not empty and holds no {MIXTURE_RECORD}; name another folder")
+            raise UserError(f"--output-dir {output} is not empty and holds no {MIXTURE_RECORD}; name another folder")
         tasks = make_tasks(mixture, output)
         prepare_sources(tasks, tokenizer, mixture.validation_share)
         chats = any(source.type != "text" for source in mixture.sources)

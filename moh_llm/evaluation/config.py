@@ -13,6 +13,7 @@ class EvaluationConfig:
     """One evaluation: models and their base, a suite of benchmarks, and the folder of the report."""
 
     REMOVED: ClassVar[dict[str, str]] = {
+        "output": "output_dir names the folder of the report",
         "model": "models names the folders or Hub ids to score",
         "share_prefixes": "a larger batch_size shortens long prompts' scoring",
     }
@@ -20,7 +21,7 @@ class EvaluationConfig:
     models: Places
     """Folders or Hub ids of the models to score."""
 
-    output: Folder = Path("out/report")
+    output_dir: Folder = Path("out/report")
     """Folder of the report: `report.html`, `report.md`, `report.json`."""
 
     overwrite: bool = False

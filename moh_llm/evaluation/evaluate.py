@@ -83,10 +83,10 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
     with contextlib.ExitStack() as held:
         connection = held.enter_context(contextlib.ExitStack())
         connection.callback(disconnect)
-        team.broadcast(lambda: held.enter_context(lock_folder(options.output)))
+        team.broadcast(lambda: held.enter_context(lock_folder(options.output_dir)))
         # Whoever held the lock until now may have made the folder.
-        team.broadcast(lambda: check_output_folder(options.output, options.overwrite))
-        finished = Finished(options.output.with_name(f"{options.output.name}.partial"))
+        team.broadcast(lambda: check_output_folder(options.output_dir, options.overwrite))
+        finished = Finished(options.output_dir.with_name(f"{options.output_dir.name}.partial"))
         # 2. lm-eval on each model.
         scores = score(
             models,
@@ -110,17 +110,17 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
         )
         connection.close()
         if team.rank > 0:
-            return Evaluation(record, options.output, None, first_process=False)
+            return Evaluation(record, options.output_dir, None, first_process=False)
         # 4. The pages, with the training runs behind the models. A run that cannot be read is left out.
         runs = read_runs_behind(record.described_models, say)
-        with new_folder(options.output, options.overwrite) as folder:
+        with new_folder(options.output_dir, options.overwrite) as folder:
             if options.log_samples:
                 write_samples(folder / "samples", record, finished)
             write_report(folder, record, runs)
         if not record.errors and record.analysis == record.analyses:
             finished.remove()
-            return Evaluation(record, options.output, None)
-        return Evaluation(record, options.output, finished.folder if finished.folder.is_dir() else None)
+            return Evaluation(record, options.output_dir, None)
+        return Evaluation(record, options.output_dir, finished.folder if finished.folder.is_dir() else None)
 
 
 def _check(options: EvaluationConfig) -> tuple[Suite, dict[str, str]]:
@@ -128,7 +128,7 @@ def _check(options: EvaluationConfig) -> tuple[Suite, dict[str, str]]:
     suite = load_suite(options.suite)
     models = label_models(options.models, options.base)
     reads = [path for path in (*models.values(), options.data_dir) if path]
-    check_output_folder(options.output, options.overwrite, reads)
+    check_output_folder(options.output_dir, options.overwrite, reads)
     require_lm_eval()
     for model in models.values():
         check_model(model)

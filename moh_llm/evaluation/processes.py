@@ -111,7 +111,7 @@ class Finished:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"cannot make {file.parent}: {error.strerror}; name another --output") from error
+            raise UserError(f"cannot make {file.parent}: {error.strerror}; name another --output-dir") from error
         lines = [{"key": key, "scores": scores}, *items]
         write_text(file, "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines))
 

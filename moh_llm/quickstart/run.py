@@ -77,13 +77,13 @@ def quickstart(output: Path, base: str | None, command: Callable[[list[str]], in
 
     flags = ["--keys", str(KEYS), "--context", str(context)]
     flags += ["--calibration-tokens", str(CALIBRATION * context), "--heldout-tokens", str(held_out)]
-    run("convert", base, *flags, "--output", str(moh))
+    run("convert", base, *flags, "--output-dir", str(moh))
 
     names = {"steps": STEPS, "batch": BATCH, "context": context, "held_out": held_out}
     write_text(output / "recipe.yaml", RECIPE.format(model=moh, output=recovery, **names))
     run("train", str(output / "recipe.yaml"))
 
-    run("evaluate", str(recovery / "model"), "--base", base, "--suite", "smoke", "--output", str(report))
+    run("evaluate", str(recovery / "model"), "--base", base, "--suite", "smoke", "--output-dir", str(report))
 
     print_continuations(base, recovery / "model", context)
     print_table(Conversion.read(moh / CONVERSION), RunRecord.read(recovery / "run.json"))

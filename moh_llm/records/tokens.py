@@ -131,7 +131,7 @@ def read_tokens(folder: Path) -> TokensRecord:
     try:
         return TokensRecord.parse(content, str(path))
     except UserError as error:
-        again = f"moh-llm tokenize MIXTURE --tokenizer MODEL --output {folder}"
+        again = f"moh-llm tokenize MIXTURE --tokenizer MODEL --output-dir {folder}"
         raise UserError(f"{error}; tokenize the text again ({again})") from error
 
 

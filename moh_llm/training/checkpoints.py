@@ -308,7 +308,7 @@ def _open_reader(folder: Path, weights: Mapping[str, torch.Tensor]) -> _Reader:
     reader = _Reader(str(folder))
     saved = {name for name in reader.read_metadata().state_dict_metadata if not name.startswith(ADAMW_MOMENTS)}
     if different := saved ^ weights.keys():
-        raise UserError(f"{folder} is of another model: {sorted(different)[0]} is only in one; name a new --output_dir")
+        raise UserError(f"{folder} is of another model: {sorted(different)[0]} is only in one; name a new --output-dir")
     return reader
 
 

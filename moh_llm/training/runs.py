@@ -84,7 +84,7 @@ class Run:
         self._record_path, self._log_path = self.folder / RUN_RECORD, self.folder / LOG
         mark = mark or mark_model(config)
         if overwrite and self.folder.is_dir():
-            # `--model RUN/model --output_dir RUN` would remove the model before it is read.
+            # `--model RUN/model --output-dir RUN` would remove the model before it is read.
             check_holds_none(self.folder, [config.model])
             # The record goes last: an interrupted removal still reads as a run.
             for path in (self.model, self.checkpoints, self.folder / TRACKERS):
@@ -103,7 +103,7 @@ class Run:
         if self.record.data not in (None, data):
             raise UserError(
                 f"the text of data.mixture={self.record.config['data']['mixture']} is not what the run in "
-                f"{self.folder} began with; restore it, name a new --output_dir, or pass --overwrite to start anew"
+                f"{self.folder} began with; restore it, name a new --output-dir, or pass --overwrite to start anew"
             )
 
     def begin(self, **facts: Any) -> None:
@@ -183,7 +183,7 @@ def _refuse(folder: Path, changed: list[str]) -> None:
     if changed:
         raise UserError(
             f"output_dir={folder} holds a run with another recipe; different: {', '.join(changed)}. Put them back to "
-            "resume, name a new --output_dir, or pass --overwrite to start anew"
+            "resume, name a new --output-dir, or pass --overwrite to start anew"
         )
 
 

@@ -46,7 +46,7 @@ def command(base, river, tmp_path, monkeypatch, capsys):
         words = ["rivals.py", str(base), "--calibration", str(river), "--calibration-tokens", "1024"]
         words += ["--text", str(river), "--documents", "6", "--tokens-per-document", "200", "--last"]
         words += ["--budgets", str(BUDGET)]
-        monkeypatch.setattr(sys, "argv", [*words, "--output", str(tmp_path / output), *arguments])
+        monkeypatch.setattr(sys, "argv", [*words, "--output-dir", str(tmp_path / output), *arguments])
         status = rivals.main()
         printed = capsys.readouterr()
         rows = re.findall(r"^\| 0\.667 \| ([^|]+) \| ([\d.]+) \(.*?\| ([\d.]+) \(", printed.out, re.MULTILINE)

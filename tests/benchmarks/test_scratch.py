@@ -27,7 +27,7 @@ def command(tmp_path, monkeypatch):
     def run(output: str, *arguments: str) -> tuple[int, dict]:
         words = [str(word) for pair in numbers.items() for word in pair]
         monkeypatch.setattr(
-            sys, "argv", ["scratch.py", str(text), "--output", str(tmp_path / output), *words, *arguments]
+            sys, "argv", ["scratch.py", str(text), "--output-dir", str(tmp_path / output), *words, *arguments]
         )
         status = scratch.main()
         path = tmp_path / output / "scratch.json"

@@ -30,8 +30,8 @@ def job(tmp_path: Path, byte_tokenizer) -> list[str]:
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump({"name": "made", "sources": sources}))
     byte_tokenizer(tmp_path / "tokenizer")
     command = ["tokenize", str(tmp_path / "mixture.yaml"), "--tokenizer", str(tmp_path / "tokenizer")]
-    assert main([*command, "--output", str(tmp_path / "here"), "--workers", "1"]) == 0
-    return [*command, "--output", str(tmp_path / "tokens")]
+    assert main([*command, "--output-dir", str(tmp_path / "here"), "--workers", "1"]) == 0
+    return [*command, "--output-dir", str(tmp_path / "tokens")]
 
 
 def shards(folder: Path) -> dict[str, str]:

@@ -116,7 +116,7 @@ def test_an_own_projection_beside_tied_embeddings_is_the_models(tied, convert, r
     wanted = logits(tied)
     assert convert(tied, tmp_path / "moh") == 0
     assert torch.equal(logits(tmp_path / "moh"), wanted)
-    assert main(["convert", "--to-dense", str(tmp_path / "moh"), "--output", str(tmp_path / "dense")]) == 0
+    assert main(["convert", "--to-dense", str(tmp_path / "moh"), "--output-dir", str(tmp_path / "dense")]) == 0
     back, own = read_tensors(tmp_path / "dense"), read_tensors(tied)
     assert back.keys() == own.keys() and all(torch.equal(back[name], own[name]) for name in own)
     assert torch.equal(logits(tmp_path / "dense"), wanted)

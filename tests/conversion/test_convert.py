@@ -107,7 +107,16 @@ def test_paper_preset_adds_no_tensor_and_without_proof_reads_no_text(make_llama,
         path.unlink()
     monkeypatch.setattr("moh_llm.conversion.convert.sample_mixture", forbidden)
     monkeypatch.setattr("moh_llm.conversion.convert.calibrate", forbidden)
-    arguments = ["convert", str(base), "--output", str(tmp_path / "moh"), "--preset", "paper", "--heldout-tokens", "0"]
+    arguments = [
+        "convert",
+        str(base),
+        "--output-dir",
+        str(tmp_path / "moh"),
+        "--preset",
+        "paper",
+        "--heldout-tokens",
+        "0",
+    ]
     assert main(arguments) == 0
     assert record_of(tmp_path / "moh").keys() >= {"plan", "parameters"}
     assert (tmp_path / "moh" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
@@ -180,7 +189,7 @@ def test_files_that_travel(make_llama, convert, tmp_path):
 def test_stories_reproduce_the_golden_logits(shared, tmp_path):
     base = shared / "data" / "checkpoints" / "stories260K-hf"
     golden = np.load(shared / "golden" / "official_moh_stories260K.npz")
-    arguments = ["convert", str(base), "--preset", "paper", "--output", str(tmp_path / "paper")]
+    arguments = ["convert", str(base), "--preset", "paper", "--output-dir", str(tmp_path / "paper")]
     assert main([*arguments, "--heldout-tokens", "512"]) == 0
     for implementation in ("eager", "sdpa"):
         moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "paper", attn_implementation=implementation).eval()

@@ -85,7 +85,7 @@ def test_all_heads_on_is_the_base(converted, ids, one_thread):
 
 
 def test_the_way_back(converted, read_tensors, ids, tmp_path, one_thread):
-    assert main(["convert", str(converted.output), "--to-dense", "--output", str(tmp_path / "dense")]) == 0
+    assert main(["convert", str(converted.output), "--to-dense", "--output-dir", str(tmp_path / "dense")]) == 0
     original, restored = read_tensors(converted.base), read_tensors(tmp_path / "dense")
     assert restored.keys() == original.keys()
     for name, tensor in original.items():

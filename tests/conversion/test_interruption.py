@@ -53,7 +53,7 @@ def test_killed_and_run_again(make_llama, convert, river, tmp_path, sign):
     (tmp_path / "moh").mkdir()
     (tmp_path / "moh" / "mine.txt").write_text("keep me")
     text = ["--overwrite", "--calibration", str(river), "--calibration-tokens", "65536"]
-    command = ["convert", str(base), "--output", str(tmp_path / "moh"), *text]
+    command = ["convert", str(base), "--output-dir", str(tmp_path / "moh"), *text]
     with child(f"import sys; from moh_llm.cli import main; sys.exit(main({command!r}))") as process:
         wait_for(sign, tmp_path, process)
         assert process.poll() is None, "it ended before it could be killed"
@@ -88,7 +88,7 @@ def test_a_disk_that_refuses_leaves_nothing(make_llama, river, tmp_path):
     """A real refusal: the kernel lets no file of the child grow beyond 30 kB, less than the weights."""
     base = make_llama()
     flags = ["--calibration", str(river), "--calibration-tokens", "2048", "--heldout-tokens", "0"]
-    command = ["convert", str(base), "--output", str(tmp_path / "moh"), *flags]
+    command = ["convert", str(base), "--output-dir", str(tmp_path / "moh"), *flags]
     code = (
         "import resource, sys\n"
         "from moh_llm.cli import main\n"

@@ -114,10 +114,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(make_llama, convert, tmp_path,
 
 def test_the_way_back_takes_a_moh_model_and_no_options(make_llama, convert, tmp_path, capsys):
     base = make_llama()
-    assert main(["convert", str(base), "--to-dense", "--output", str(tmp_path / "dense")]) == 2
+    assert main(["convert", str(base), "--to-dense", "--output-dir", str(tmp_path / "dense")]) == 2
     assert "is no MoH model (model_type 'llama'): it is dense already" in capsys.readouterr().err
     assert convert(base, tmp_path / "moh", "--preset", "paper", "--heldout-tokens", "0") == 0
-    arguments = ["convert", str(tmp_path / "moh"), "--to-dense", "--output", str(tmp_path / "dense")]
+    arguments = ["convert", str(tmp_path / "moh"), "--to-dense", "--output-dir", str(tmp_path / "dense")]
     for option, value in (("dtype", "bfloat16"), ("routing_granularity", "kv_group")):
         assert main([*arguments, f"--{option}", value]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]

@@ -52,7 +52,7 @@ def test_groups_are_forgotten_where_heads_are_asked_for(base, convert, read_tens
 
 
 def test_the_way_back_gives_the_bases_file(base, moh, tmp_path):
-    assert main(["convert", str(moh), "--to-dense", "--output", str(tmp_path / "dense")]) == 0
+    assert main(["convert", str(moh), "--to-dense", "--output-dir", str(tmp_path / "dense")]) == 0
     assert (tmp_path / "dense" / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
     names = {path.name for path in (tmp_path / "dense").iterdir()}
     assert names == {"seal.json", *(path.name for path in base.iterdir())}
@@ -61,7 +61,7 @@ def test_the_way_back_gives_the_bases_file(base, moh, tmp_path):
 
 
 def test_the_way_back_from_one_mixed_file(base, mixed, read_tensors, tmp_path):
-    assert main(["convert", str(mixed), "--to-dense", "--output", str(tmp_path / "dense")]) == 0
+    assert main(["convert", str(mixed), "--to-dense", "--output-dir", str(tmp_path / "dense")]) == 0
     assert equal(read_tensors(tmp_path / "dense"), read_tensors(base))
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     assert type(dense).__name__ == "LlamaForCausalLM" and dense.dtype == torch.float32

@@ -19,7 +19,7 @@ def test_convert_and_tokenize_refuse_text_that_holds_one(make_llama, convert, tm
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
         (tmp_path / f"{name}.yaml").write_text(f"sources: {{a: {{weight: 1, files: {name}.jsonl}}}}")
         mixture, output = tmp_path / f"{name}.yaml", tmp_path / f"out-{name}"
-        return ["tokenize", str(mixture), "--tokenizer", str(base), "--output", str(output)]
+        return ["tokenize", str(mixture), "--tokenizer", str(base), "--output-dir", str(output)]
 
     assert main(write("without", "")) == 0
     for run in (

@@ -69,7 +69,7 @@ def test_killed_at_random_moments_and_run_again(corpus, tokenizer, tmp_path, sha
 
     output = tmp_path / "killed"
     command = ["-m", "moh_llm.cli", "tokenize", str(corpus), "--tokenizer", tokenizer.name]
-    command += ["--output", str(output), "--workers", "2"]
+    command += ["--output-dir", str(output), "--workers", "2"]
     draw, killed = random.Random(1), 0
     for _ in range(2):
         process = forks.Program(command, tmp_path)

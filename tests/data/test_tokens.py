@@ -63,7 +63,7 @@ def test_damaged_tokens_are_refused(corpus, tokenizer, tmp_path, change, message
 
 
 def tokenize(corpus: Path, tokenizer, output: Path, *flags: str) -> int:
-    return main(["tokenize", str(corpus), "--tokenizer", tokenizer.name, "--output", str(output), *flags])
+    return main(["tokenize", str(corpus), "--tokenizer", tokenizer.name, "--output-dir", str(output), *flags])
 
 
 def test_the_commands(corpus, tokenizer, tmp_path, capsys):

@@ -118,7 +118,7 @@ def smoke_report(
         with contextlib.ExitStack() as streams:
             for name, redirect in (("out", contextlib.redirect_stdout), ("err", contextlib.redirect_stderr)):
                 streams.enter_context(redirect(streams.enter_context((folder / f"{name}.txt").open("w"))))
-            assert run_evaluate(*words, "--log-samples", "--output", folder / "report") == 0
+            assert run_evaluate(*words, "--log-samples", "--output-dir", folder / "report") == 0
 
     return made_once("smoke_report", make)
 

@@ -73,7 +73,7 @@ def command(tiny_llama, tiny_moh, tmp_path, monkeypatch, capsys):
 
     def run(*arguments: str):
         words = ["above_chance.py", str(tiny_llama), "--data-dir", str(tmp_path / "data")]
-        words += ["--output", str(tmp_path / "out")]
+        words += ["--output-dir", str(tmp_path / "out")]
         monkeypatch.setattr(sys, "argv", [*words, *arguments])
         status, printed = above_chance.main(), capsys.readouterr()
         record = tmp_path / "out" / "above_chance.json"

@@ -125,7 +125,7 @@ def test_a_failed_analysis_is_named_and_repeated(
 
     monkeypatch.setattr(record, "analyse", fail_first)
     output = tmp_path / "report"
-    words = [tiny_moh, "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output", output]
+    words = [tiny_moh, "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output-dir", output]
     assert run_evaluate(*words) == 0
     report = read(output)
     assert report["analysis"] == {"model": {"error": "RuntimeError: out of memory"}} and report["errors"] == []

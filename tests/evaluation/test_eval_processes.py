@@ -48,7 +48,7 @@ def test_scores_do_not_depend_on_the_number_of_processes(
     """Drawn examples, averaged readings, generation; an odd number of items. One sequence a pass, so to the bit."""
     (tmp_path / "some.yaml").write_text(SUITE)
     words = [str(stories), "--suite", str(tmp_path / "some.yaml"), "--data-dir", str(shared_benchmarks)]
-    words += ["--limit", "3", "--batch-size", "1", "--log-samples", "--output"]
+    words += ["--limit", "3", "--batch-size", "1", "--log-samples", "--output-dir"]
     done = on_two_processes(tmp_path, "-m", "moh_llm.cli", "evaluate", *words, str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("[4/4] model: Natural Questions") == 1 == done.stdout.count("report.json")
@@ -103,7 +103,7 @@ with pytest.raises(SystemExit if rank else UserError, match="2" if rank else "no
 
 HFLM.generate_until, analyse = generate, record.analyse
 record.analyse = lambda *words: analyse(*words, tokens_per_text=32, lengths=[128])
-assert main(["evaluate", sys.argv[2], "--suite", "smoke", "--limit", "1", "--output", "report"]) == 0
+assert main(["evaluate", sys.argv[2], "--suite", "smoke", "--limit", "1", "--output-dir", "report"]) == 0
 print("all is well", flush=True)
 """
 
@@ -163,7 +163,7 @@ def test_a_killed_run_goes_on(
     without_times: Callable[[Any], Any],
 ) -> None:
     words = [tiny_moh, "--base", tiny_llama, "--suite", "smoke", "--batch-size", "3", "--device", "cpu"]
-    words += ["--log-samples", "--output"]
+    words += ["--log-samples", "--output-dir"]
     command = ["-c", DIE, str(ROOT / "evaluate.py"), *map(str, words), str(tmp_path / "killed")]
     died = forks.run(*command, folder=tmp_path, environment={"PYTHONPATH": str(ROOT)})
     assert died.returncode == -signal.SIGKILL

@@ -123,7 +123,7 @@ def test_a_failed_benchmark_does_not_lose_the_others(
 
     monkeypatch.setattr(HFLM, "generate_until", fail)
     output = tmp_path / "report"
-    words = [tiny_llama, "--suite", "smoke", "--limit", "2", "--device", "cpu", "--output", output]
+    words = [tiny_llama, "--suite", "smoke", "--limit", "2", "--device", "cpu", "--output-dir", output]
     assert run_evaluate(*words) == 1
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     assert report["errors"] == [{"model": "model", "benchmark": "Answers", "error": "RuntimeError: out of\nluck"}]
@@ -158,11 +158,11 @@ def test_cut_prompts_are_reported_by_the_function_behind_the_command(tiny_llama:
 def test_what_can_be_refused_is_refused_first(tiny_llama: Path, tmp_path: Path, run_evaluate: Evaluate) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    smoke = ["--suite", "smoke", "--output"]
+    smoke = ["--suite", "smoke", "--output-dir"]
     for words, message in (
         ([*smoke, tmp_path / "full"], "is not empty; pass --overwrite"),
         ([*smoke, tiny_llama, "--overwrite"], "which is an input; name another folder"),
-        (["--suite", "no", "--output", tmp_path / "out"], r"--suite no: unknown"),
+        (["--suite", "no", "--output-dir", tmp_path / "out"], r"--suite no: unknown"),
         ([*smoke, tmp_path / "out", "--device", "gpu"], "torch cannot use it"),
     ):
         with pytest.raises(UserError, match=message):
@@ -178,7 +178,7 @@ def test_several_models_and_the_log_of_items(
         shutil.copytree(tiny_moh, copy)
     output = tmp_path / "report"
     words = [*copies, "--base", tiny_llama, "--suite", "smoke", "--limit", "3", "--device", "cpu", "--log-samples"]
-    assert run_evaluate(*words, "--batch-size", "auto", "--no-analysis", "--output", output) == 0
+    assert run_evaluate(*words, "--batch-size", "auto", "--no-analysis", "--output-dir", output) == 0
     assert "analysis" not in capsys.readouterr().err
     report = json.loads((output / "report.json").read_text(encoding="utf-8"))
     assert list(report["models"]) == ["base", "one-model", "two-model"] and report["analysis"] == {}
@@ -226,7 +226,7 @@ def test_models_are_computed_in_one_dtype(
     AutoModelForCausalLM.from_pretrained(half).half().save_pretrained(half)
     words = [half, "--base", tiny_llama, "--suite", "smoke", "--limit", "1", "--device", "cpu"]
     monkeypatch.setenv("MOH_LLM_COMPUTE_DTYPE", "bfloat16")
-    assert run_evaluate(*words, "--output", tmp_path / "report") == 0
+    assert run_evaluate(*words, "--output-dir", tmp_path / "report") == 0
     assert loaded == ["torch.bfloat16"] * 6
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert [report["dtype"], *(about["dtype"] for about in report["models"].values())] == ["bfloat16"] * 3

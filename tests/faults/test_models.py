@@ -38,7 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def convert(base: Path, *flags: object) -> tuple[object, ...]:
-    return ("convert", base, "--preset", "paper", "--heldout-tokens", "0", "--output", base.parent / "moh", *flags)
+    return ("convert", base, "--preset", "paper", "--heldout-tokens", "0", "--output-dir", base.parent / "moh", *flags)
 
 
 def edit(path: Path, **fields: Any) -> None:
@@ -69,7 +69,7 @@ def test_numbers_that_no_model_has(base: Path, refused: Callable[..., str], fiel
 def test_every_command_checks_a_config(base: Path, refused: Callable[..., str], name: str) -> None:
     edit(base / "config.json", model_type="moh_llama", num_attention_heads=-4)
     words = {
-        "evaluate": (base, "--suite", "smoke", "--no-analysis", "--output", base.parent / "report"),
+        "evaluate": (base, "--suite", "smoke", "--no-analysis", "--output-dir", base.parent / "report"),
         "publish": (base, "--repo-id", "me/moh", "--licence", "mit", "--dry-run"),
         "train": (_recipe(base),),
     }
@@ -86,14 +86,16 @@ def _recipe(converted: Path, **keys: Any) -> Path:
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_files_that_are_no_objects(base: Path, refused: Callable[..., str], name: str, content: str) -> None:
     (base / name).write_text(content)
-    assert name in refused("convert", base, "--output", base.parent / "moh", "--heldout-tokens", "0")
+    assert name in refused("convert", base, "--output-dir", base.parent / "moh", "--heldout-tokens", "0")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_pipe_is_not_waited_for(base: Path, refused: Callable[..., str], name: str) -> None:
     (base / name).unlink()
     os.mkfifo(base / name)
-    assert "is not a regular file" in refused("convert", base, "--output", base.parent / "moh", "--heldout-tokens", "0")
+    assert "is not a regular file" in refused(
+        "convert", base, "--output-dir", base.parent / "moh", "--heldout-tokens", "0"
+    )
 
 
 @pytest.mark.parametrize("file", [7, "a\0b", "../model.safetensors"])
@@ -118,14 +120,14 @@ def test_norms_that_overflow(base: Path, refused: Callable[..., str], river: Pat
             tensors[name].fill_(1e38)
     save_file(tensors, base / "model.safetensors")
     flags = ["--calibration", river, "--calibration-tokens", 256, "--heldout-tokens", 128]
-    assert "not finite" in refused("convert", base, "--output", base.parent / "moh", *flags)
+    assert "not finite" in refused("convert", base, "--output-dir", base.parent / "moh", *flags)
 
 
 def test_a_tokenizer_with_ids_beyond_the_embedding(base: Path, refused: Callable[..., str]) -> None:
     content = json.loads((base / "tokenizer.json").read_text())
     content["model"]["vocab"]["a"] = 10**9
     (base / "tokenizer.json").write_text(json.dumps(content))
-    assert "id 1000000000" in refused("convert", base, "--output", base.parent / "moh", "--heldout-tokens", "0")
+    assert "id 1000000000" in refused("convert", base, "--output-dir", base.parent / "moh", "--heldout-tokens", "0")
 
 
 @pytest.mark.parametrize("reader", ["recipe", "mixture", "suite", "architecture"])
@@ -135,8 +137,8 @@ def test_all_yaml_is_read_within_bounds(tmp_path: Path, refused: Callable[..., s
     commands = {
         "recipe": ("train", path),
         "mixture": ("mixture", "show", path),
-        "suite": ("evaluate", base, "--suite", path, "--output", tmp_path / "report"),
-        "architecture": ("init", path, "--tokenizer", base, "--output", tmp_path / "initial"),
+        "suite": ("evaluate", base, "--suite", path, "--output-dir", tmp_path / "report"),
+        "architecture": ("init", path, "--tokenizer", base, "--output-dir", tmp_path / "initial"),
     }
     assert "aliases are not supported" in refused(*commands[reader])
 

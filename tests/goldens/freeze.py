@@ -319,7 +319,7 @@ def evaluate(folder: Path) -> dict[str, Any]:
             folder / "threshold",
             base=folder / "base",
             suite=folder / "suite.yaml",
-            output=folder / "report",
+            output_dir=folder / "report",
             data_dir=None,
             limit=None,
             batch_size=4,

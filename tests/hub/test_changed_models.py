@@ -199,7 +199,7 @@ def test_a_tuned_model_is_sealed_with_its_card_and_stays_finished(folder: Path, 
     run = json.loads((recipe.parent / "run" / "run.json").read_text())
     assert run["made"] == hash_model(made).content()
     export, step = recipe.parent / "exported", made.parent / "checkpoints" / "step-000001"
-    assert main(["checkpoint", "export", str(step), "--output", str(export)]) == 0
+    assert main(["checkpoint", "export", str(step), "--output-dir", str(export)]) == 0
     assert read_records(export).changed is None and (export / "seal.json").is_file()
     # The run beside it made another model.
     shutil.rmtree(made)
@@ -226,7 +226,7 @@ def test_an_evaluation_says_that_a_model_is_not_what_its_records_describe(folder
     """And it is on no card of a model with another plan."""
     before = Path(shutil.copytree(folder, tmp_path / "before"))
     fewer_heads(folder)
-    flags = ["--suite", "smoke", "--limit", "2", "--no-analysis", "--output", str(tmp_path / "report")]
+    flags = ["--suite", "smoke", "--limit", "2", "--no-analysis", "--output-dir", str(tmp_path / "report")]
     assert main(["evaluate", str(folder), *flags]) == 0
     said = capsys.readouterr()
     (line,) = (line for line in said.err.splitlines() if "of its records only the base" in line)

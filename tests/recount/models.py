@@ -118,7 +118,7 @@ def make_model(model: Model) -> None:
     model.root.mkdir()
     moh_llm.convert(
         model.base,
-        output=model.converted,
+        output_dir=model.converted,
         calibration=[str(model.mixture)],
         context=CONTEXT,
         calibration_tokens=CALIBRATION_TOKENS,
@@ -134,7 +134,7 @@ def make_report(model: Model) -> None:
     from moh_llm.cli import main
 
     words = ["evaluate", model.tuned, "--base", model.base, "--suite", "smoke", "--device", "cpu"]
-    assert main([str(word) for word in [*words, "--output", model.report]]) == 0
+    assert main([str(word) for word in [*words, "--output-dir", model.report]]) == 0
 
 
 def _recipe(model: Model) -> dict[str, Any]:

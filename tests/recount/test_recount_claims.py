@@ -28,7 +28,7 @@ def test_claims_state_what_is_so(kind, tuned, recount_of):
 
 def test_a_tuned_model_that_is_converted_again_keeps_its_training(recount_of, tmp_path):
     model = recount_of("local")
-    moh_llm.convert(model.tuned, output=tmp_path / "again", preset="paper", heldout_tokens=0)
+    moh_llm.convert(model.tuned, output_dir=tmp_path / "again", preset="paper", heldout_tokens=0)
     card = (tmp_path / "again" / "README.md").read_text()
     tokens = STEPS * model.recipe["data"]["batch_size"] * SEQUENCE
     assert f"{tokens:,} training tokens in all" in card

@@ -211,7 +211,7 @@ def test_routers_learn_within_their_budget(shared, tmp_path, configure) -> None:
     texts = [str(path) for path in sorted((shared / "data/corpora/redpajama_arxiv").glob("train-*.jsonl"))]
     made, mixture = tmp_path / "moh", tmp_path / "arxiv.yaml"
     amounts = {"calibration_tokens": 16384, "heldout_tokens": 0}  # of Python's documentation, and not of papers
-    convert(str(shared / STORIES), output=str(made), context=512, keys=0.33, **amounts)
+    convert(str(shared / STORIES), output_dir=str(made), context=512, keys=0.33, **amounts)
     mixture.write_text(json.dumps({"name": "arxiv", "sources": {"arxiv": {"weight": 1, "files": texts}}}))
     config = configure(
         model=str(made),

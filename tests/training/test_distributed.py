@@ -69,7 +69,7 @@ def start(
     words = [
         *program,
         str(recipe),
-        "--output_dir",
+        "--output-dir",
         str(output),
         *(f"--{name}={value}" for name, value in steps.items()),
     ]

@@ -20,7 +20,7 @@ def finished(made_once: Callable[..., Path], write_recipe: Callable[[Path], Path
     """A finished run, not to be changed."""
 
     def make(folder: Path) -> None:
-        assert main(["train", str(write_recipe(folder)), *SHORT, "--output_dir", str(folder / "run")]) == 0
+        assert main(["train", str(write_recipe(folder)), *SHORT, "--output-dir", str(folder / "run")]) == 0
 
     return made_once("finished", make) / "run"
 

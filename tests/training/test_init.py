@@ -42,7 +42,7 @@ def initialise(tokenizer_folder: Path, tmp_path: Path) -> Callable[..., Path]:
         path = tmp_path / f"{architecture}.yaml"
         path.write_text(yaml.safe_dump(content | TOY | values))
         output = tmp_path / name
-        command = ["init", str(path), "--tokenizer", str(tokenizer_folder), "--output", str(output), *flags]
+        command = ["init", str(path), "--tokenizer", str(tokenizer_folder), "--output-dir", str(output), *flags]
         assert main(command) == 0
         return output
 
@@ -162,7 +162,7 @@ def test_architectures_that_make_no_model(tokenizer_folder, tmp_path, capsys, te
     content.pop(text.partition(":")[0], None)
     path = tmp_path / "bad.yaml"
     path.write_text(yaml.safe_dump(content) + text + "\n")
-    words = ["init", str(path), "--tokenizer", str(tokenizer_folder), "--output", str(tmp_path / "out")]
+    words = ["init", str(path), "--tokenizer", str(tokenizer_folder), "--output-dir", str(tmp_path / "out")]
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error and "bad.yaml" in error

@@ -34,10 +34,10 @@ def steps_in(output: Path) -> int:
 def test_the_next_start_goes_on_from_a_complete_checkpoint(recipe, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     done = forks.run(
-        "train.py", recipe, *WORDS, f"--output_dir={whole}", folder=ROOT, environment=WAYS["fsdp2"], processes=4
+        "train.py", recipe, *WORDS, f"--output-dir={whole}", folder=ROOT, environment=WAYS["fsdp2"], processes=4
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    words = ["-c", SLOWLY, recipe, *WORDS, f"--output_dir={broken}"]
+    words = ["-c", SLOWLY, recipe, *WORDS, f"--output-dir={broken}"]
     draw = random.Random(0)
     # Killed before there is a checkpoint, while one is written, and when one is complete.
     for reached in ("checkpoints", "checkpoints/.step-*/*", "checkpoints/step-*/checkpoint.json"):

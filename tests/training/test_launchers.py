@@ -46,7 +46,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.slow
 def test_paths_are_relative_to_the_callers_folder(recipe: Path, tmp_path: Path, environment: dict[str, str]) -> None:
-    words = ["ddp", recipe.name, "--output_dir", "here", "--max_steps", "1"]
+    words = ["ddp", recipe.name, "--output-dir", "here", "--max_steps", "1"]
     ended = subprocess.run(
         [RECIPES / "launch" / "many_nodes.sh", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
     )

@@ -38,11 +38,11 @@ def place(base_folder: Path, model_folder: Path, finished_run: Path, tmp_path: P
 
 @pytest.fixture
 def tune(recipe: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """`moh-llm train --model MODEL --output_dir OUTPUT FLAGS`; returns what it printed."""
+    """`moh-llm train --model MODEL --output-dir OUTPUT FLAGS`; returns what it printed."""
 
     def run(model: Path, output: Path, *flags: str, status: int = 0) -> str:
         capsys.readouterr()
-        assert main(["train", str(recipe), "--model", str(model), "--output_dir", str(output), *flags]) == status
+        assert main(["train", str(recipe), "--model", str(model), "--output-dir", str(output), *flags]) == status
         found = capsys.readouterr()
         return found.out if status == 0 else found.err
 
@@ -53,7 +53,7 @@ def tune(recipe: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]
 def truth(tune: Any, run: Path, base: Path, all_heads: bool = False) -> Any:
     """The saved model against the dense checkpoint, which transformers' own LLaMA computes, on the run's text."""
     model = run / "model"
-    config = load_config(tune.recipe, ["--model", str(model), "--output_dir", str(run)])
+    config = load_config(tune.recipe, ["--model", str(model), "--output-dir", str(run)])
     sources = tokens_for(config.data.mixture, networks.load_tokenizer(model), print).sources
     batches = validation_batches(sources, 32, 512, 2)
     dense = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
@@ -135,7 +135,7 @@ def test_without_its_base_a_run_is_against_what_it_began_with_and_says_so(place:
 
 def one_with_all_heads(run: Path, folder: Path) -> Path:
     """The dense model inside a tuned one."""
-    assert main(["convert", str(run / "model"), "--to-dense", "--output", str(folder)]) == 0
+    assert main(["convert", str(run / "model"), "--to-dense", "--output-dir", str(folder)]) == 0
     return folder
 
 

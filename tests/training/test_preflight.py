@@ -44,7 +44,7 @@ def edit(model: Path, **fields: object) -> None:
 def test_a_fit_job_is_described(recipe, run, capsys) -> None:
     """Its text is in the cache, as the fixture's run has read it."""
     config = load_config(recipe)
-    assert main(["doctor", str(recipe), "--processes=2", "--output_dir", str(run.parent / "new")]) == 0
+    assert main(["doctor", str(recipe), "--processes=2", "--output-dir", str(run.parent / "new")]) == 0
     said = capsys.readouterr().out
     assert {line.split()[0] for line in said.splitlines()} == {"ok"}
     network = MoHLlamaForCausalLM.from_pretrained(config.model)
@@ -75,7 +75,7 @@ def test_faults_are_status_1_and_name_their_way_out(recipe, model_copy, finished
     assert "data.batch_size=4 must be a multiple" in fault("--processes", 3)
     assert "is not a folder" in fault("--model", "none")
     assert "report_to: 'tensorbord' is unknown" in fault("--report_to", "[tensorbord]")
-    assert "different: seed" in fault("--output_dir", finished_run, "--seed", 1)
+    assert "different: seed" in fault("--output-dir", finished_run, "--seed", 1)
     assert "tokens, fewer than one" in fault("--data.sequence_length", 10**6)
     for path in model_copy.glob("tokenizer*"):
         path.unlink()

@@ -39,7 +39,7 @@ def resave(folder, accelerator, model, optimizer, weights):
     accelerator.wait_for_everyone()
     os._exit(0)
 loop.load_checkpoint = resave
-loop.train(load_config(sys.argv[1], [f"--output_dir={sys.argv[2]}", "--data.micro_batch_size=1"]))
+loop.train(load_config(sys.argv[1], [f"--output-dir={sys.argv[2]}", "--data.micro_batch_size=1"]))
 """
 
 
@@ -98,7 +98,7 @@ def test_parts_of_four_processes_are_read_by_any(stopped, recipe, tmp_path):
 
 def test_an_export_of_the_last_step_is_the_runs_model(finished_run, tmp_path, capsys):
     checkpoint = os.path.relpath(finished_run / "checkpoints" / "step-000006")
-    assert main(["checkpoint", "export", checkpoint, "--output", str(tmp_path / "model")]) == 0
+    assert main(["checkpoint", "export", checkpoint, "--output-dir", str(tmp_path / "model")]) == 0
     assert "holds the model after step 6" in capsys.readouterr().out
     a, b = (load_file(folder / "model" / "model.safetensors") for folder in (finished_run, tmp_path))
     assert a.keys() == b.keys() and all(torch.equal(weight, b[name]) for name, weight in a.items())

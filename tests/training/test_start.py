@@ -39,7 +39,7 @@ def stop(*_):
     os._exit(0)
 networks.MoHLlamaForCausalLM.from_pretrained = counted
 sharding.distribute, loop.start_trackers = watched, stop
-loop.train(load_config(sys.argv[1], [f"--output_dir={sys.argv[2]}", "--evaluation.eval_steps=0"]))
+loop.train(load_config(sys.argv[1], [f"--output-dir={sys.argv[2]}", "--evaluation.eval_steps=0"]))
 """
 
 

@@ -45,7 +45,7 @@ def test_a_killed_run_resumes_bit_for_bit(configure, method: str) -> None:
     train(unbroken)
 
     output = Path(unbroken.output_dir).parent / "killed"
-    command = ["train.py", str(output.parent / "recipe.yaml"), "--output_dir", str(output)]
+    command = ["train.py", str(output.parent / "recipe.yaml"), "--output-dir", str(output)]
     command += [f"--{name}={value}" for name, value in overrides.items()]
     process = forks.Program(command, ROOT, ENVIRONMENT)
     deadline = time.monotonic() + 60
@@ -112,8 +112,8 @@ def test_bad_input_ends_in_one_line_and_status_2(recipe: Path, model_folder: Pat
     cases = [
         (["--model", "nowhere"], "model=nowhere is not a folder"),
         (["--model", str(cut)], "is damaged or truncated"),
-        (["--output_dir", str(taken)], "is not empty and holds no run.json"),
-        (["--output_dir", str(recipe)], "is a file"),
+        (["--output-dir", str(taken)], "is not empty and holds no run.json"),
+        (["--output-dir", str(recipe)], "is a file"),
         (["--data.mixture", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["--lora.target_modules", "[query]"], "no 'query'"),
     ]
@@ -140,7 +140,7 @@ def test_a_signal_saves_and_leaves(configure) -> None:
     train(unbroken)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         output = Path(unbroken.output_dir).parent / number.name
-        command = ["train.py", str(output.parent / "recipe.yaml"), "--output_dir", str(output)]
+        command = ["train.py", str(output.parent / "recipe.yaml"), "--output-dir", str(output)]
         command += [f"--{key}={value}" for key, value in overrides.items()]
         process = forks.Program(command, ROOT, ENVIRONMENT)
         while not (output / "log.jsonl").exists() or len((output / "log.jsonl").read_text().splitlines()) < 5:

@@ -13,7 +13,7 @@ from moh_llm.training.loop import train
 @pytest.mark.slow
 def test_text_and_shards_give_the_same_run(configure, mixture_file, model_folder, finished_run, run, tmp_path):
     shards = tmp_path / "tokens"
-    flags = ["--tokenizer", str(model_folder), "--output", str(shards)]
+    flags = ["--tokenizer", str(model_folder), "--output-dir", str(shards)]
     assert main(["tokenize", str(mixture_file), *flags]) == 0
     output = str(tmp_path / "again")
     train(configure(output_dir=output, **{"data.mixture": str(shards)}))
