@@ -47,7 +47,7 @@ def test_help_is_short(capsys, monkeypatch) -> None:
 
 def test_flags_override_the_recipe(tmp_path) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text("base: b\noutput: o\nnum_active_heads: 7\ncalibration: [a.txt, b.txt]\noverwrite: true\n")
+    path.write_text("base: b\noutput_dir: o\nnum_active_heads: 7\ncalibration: [a.txt, b.txt]\noverwrite: true\n")
     config = parse(str(path), "--num_active_heads", "6", "--output-dir=x")
     assert (config.base, config.output_dir, config.num_active_heads, config.overwrite) == ("b", Path("x"), 6, True)
     assert config.calibration == ("a.txt", "b.txt")
@@ -57,7 +57,7 @@ def test_flags_override_the_recipe(tmp_path) -> None:
 @pytest.mark.parametrize("word", ["12e4567", "010", "no"])
 def test_texts_are_the_words_of_the_recipe(tmp_path, word) -> None:
     """A commit's hash can look like a number."""
-    (tmp_path / "r.yaml").write_text(f"base: {word}\noutput: o\ntokenizer: {word}\ncalibration: [{word}, a]\n")
+    (tmp_path / "r.yaml").write_text(f"base: {word}\noutput_dir: o\ntokenizer: {word}\ncalibration: [{word}, a]\n")
     config = parse(str(tmp_path / "r.yaml"))
     assert (config.base, config.tokenizer, config.calibration) == (word, word, (word, "a"))
 
@@ -80,7 +80,7 @@ def test_texts_are_the_words_of_the_recipe(tmp_path, word) -> None:
 def test_a_bad_recipe_ends_in_one_line(tmp_path, capsys, text, message) -> None:
     path = tmp_path / "bad.yaml"
     if text is not None:
-        path.write_text(text if not text or text[0] == "-" else f"output: o\n{text}")
+        path.write_text(text if not text or text[0] == "-" else f"output_dir: o\n{text}")
     assert main(["convert", str(path)]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1 and message in told
@@ -110,7 +110,7 @@ def test_a_removed_option_names_what_does_its_work(tmp_path, capsys, command, na
     kind = KINDS[command]
     assert name not in options_of(kind)
     told = f"{name} was removed: {kind.REMOVED[name]}"
-    content = {"model": {name: 1}} if command == "evaluate" else {name.partition(".")[0]: 1}
+    content = {"model": {name: 1}} if name == "model" else {name.partition(".")[0]: 1}
     if "." in name:
         content = {name.partition(".")[0]: {name.partition(".")[2]: 1}}
     recipe = tmp_path / "r.yaml"

@@ -113,7 +113,8 @@ def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
     Raises:
         UserError: there are no safetensors files; one is missing, damaged or truncated; two hold the same tensor; the
-            index names a tensor that its file does not hold; or there is an adapter.
+            index names a tensor that its file does not hold; or transformers would load other files, too: an adapter,
+            a checkpoint of `torch.distributed`, files that config.json names.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -124,6 +125,16 @@ def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
         if pickled:
             raise UserError(f"{folder} has weights only as {pickled[0].name}; save them as safetensors first")
         raise UserError(f"{folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+    if others := sorted(folder.glob("shard-?????-model-?????-of-?????.safetensors")):
+        raise UserError(
+            f"{folder} has two sets of weights: transformers reads {others[0].name}, of a distributed checkpoint; "
+            "move one set out"
+        )
+    if (folder / CONFIG).exists() and (named := read_config(folder).get("transformers_weights")):
+        raise UserError(
+            f"{folder / CONFIG} names other weights (transformers_weights={str(named)[:80]!r}); remove this field, or "
+            "save the model again with save_pretrained"
+        )
     shards = [folder / file for file in sorted(set(index.values()) or {SINGLE_NAME})]
     weight_map: dict[str, str] = {}
     for shard in shards:

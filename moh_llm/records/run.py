@@ -154,5 +154,5 @@ class CheckpointRecord(Record):
     updates: NonNegativeInt
     seconds: NonNegativeFloat
     data: dict[str, Any] = Field(default_factory=dict)
-    budget: tuple[float, float] | None = None
+    budget: list[float] | None = None
     files: dict[str, FileMark]

@@ -68,8 +68,8 @@ def check_tensors(name: str, folder: Path, weight_map: Mapping[str, str], config
         config: a config of transformers.
 
     Raises:
-        UserError: the config makes no model, or a tensor is missing, has another shape, or is not floating-point with
-            16 bits or more.
+        UserError: the config makes no model, or a tensor is missing, has another shape, is not floating-point with 16
+            bits or more, or would be loaded in place of another tensor.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -80,6 +80,13 @@ def check_tensors(name: str, folder: Path, weight_map: Mapping[str, str], config
         needed.pop(HEAD, None)
     found = {tensor: file for tensor, file in weight_map.items() if tensor in needed}
     unknown = sorted(weight_map.keys() - found.keys())
+    for tensor in unknown:
+        # transformers takes names with and without the prefix, and those of its modules.
+        for other in (tensor, f"model.{tensor}", tensor.removeprefix("model.")):
+            if other in known or other in needed:
+                raise UserError(
+                    f"{name}: transformers loads {tensor} as {other}; save the model again with its save_pretrained"
+                )
     for tensor, dtype, given in read_headers(folder, found):
         where, shape = found[tensor], needed.pop(tensor)
         if dtype not in FLOATS:

@@ -90,8 +90,8 @@ class ScheduleConfig:
     """Learning rate of the last step."""
 
     anneal_steps: NonNegativeInt = 0
-    """Threshold routers: steps over which the keys that they read fall from the conversion's share to `objective.keys`;
-    0: at once."""
+    """Steps over which the keys that are read fall to `objective.keys`; 0: at once. They begin at the share that the
+    conversion asked for."""
 
 
 @options("objective")
@@ -102,8 +102,8 @@ class ObjectiveConfig:
     """`distillation`: KL to the base's next-token distribution; `cross_entropy`: to the text."""
 
     keys: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Threshold routers: share of the base's keys that the model may read in a document of `data.sequence_length`
-    tokens. The loss holds the routers at it; null: the share that the conversion asked for."""
+    """Share of the base's keys that threshold routers may read; null: what the conversion asked for. It is that of a
+    document of `data.sequence_length` tokens, and the loss holds the routers at it."""
 
     balance_coefficient: NonNegativeFloat | None = None
     """Weight of the load-balance loss; null: the model's `head_balance_coef`. Threshold routers have none."""

@@ -219,7 +219,7 @@ class _Training:
                 if stop or step % config.checkpoint.save_steps == 0 or step == config.max_steps:
                     facts = {"updates": self.updates, "seconds": round(self.seconds, 3), "data": receipt}
                     if self.budget is not None:
-                        facts["budget"] = (self.budget.multiplier, self.budget.average)
+                        facts["budget"] = [self.budget.multiplier, self.budget.average]
                     self.checkpoints.begin(step, facts)
                 if stop:
                     self.checkpoints.wait()

@@ -86,10 +86,6 @@ BAD_INPUT = {
     "sliding window by default": (OLD_MISTRAL, "sliding_window=4096 is not supported"),
     "sliding window in use": (QWEN2, "sliding_window=64 is not supported"),
     "attention both ways": (edit_config(is_causal=False), "is_causal=False is not supported"),
-    "too few experts": (
-        edit_config(model_type="mixtral", num_local_experts=2, num_experts_per_tok=3),
-        "num_experts_per_tok=3 must be at most num_local_experts=2",
-    ),
     "code of its own": (REMOTE, "auto_map names code of its own"),
     "of a later version": (
         edit_config(model_type="moh_llama", moh_format=7),

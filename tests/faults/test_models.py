@@ -165,4 +165,4 @@ def test_a_benchmark_with_a_name_that_no_file_bears(tmp_path: Path, base: Path, 
     suite = yaml.safe_load((SUITES / "smoke.yaml").read_text())
     suite["benchmarks"][0]["name"] = "n" * 300
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
-    assert "printable characters" in refused("evaluate", base, "--suite", tmp_path / "suite.yaml")
+    assert "at most 120 characters" in refused("evaluate", base, "--suite", tmp_path / "suite.yaml")

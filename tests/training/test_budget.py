@@ -178,8 +178,10 @@ def test_a_resumed_run_goes_on_with_its_multiplier(configure, folder, tmp_path, 
     whole, halves = (tmp_path / name for name in ("whole", "halves"))
     for run in (whole, halves):
         train(configure(model=str(folder), output_dir=str(run)))
-    unfinish(halves, 2)
-    train(configure(model=str(folder), output_dir=str(halves)))
+    unfinish(halves, 4)
+    said: list[str] = []
+    train(configure(model=str(folder), output_dir=str(halves)), say=said.append)
+    assert any("resumed from" in line for line in said)
     assert read_log(halves) == read_log(whole)
     ours, theirs = (read_tensors(run / "model") for run in (halves, whole))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
