@@ -14,9 +14,9 @@ _PAGE = """# Options
 
 Written by `make reference` from the dataclasses that declare the options; do not edit.
 
-An option is a flag (`--num-active-heads 24`), a key of a YAML recipe (`num_active_heads: 24`) and a keyword argument of
-the Python API (`num_active_heads=24`). Flags override the recipe. In flags `_` and `-` are the same; a dotted name is a
-key in a group of the recipe. Options without a flag are marked.
+An option is a flag (`--num-active-heads 24`), a line of a YAML recipe (`num_active_heads: 24`) and a keyword argument
+of the Python API (`num_active_heads=24`). Flags override the recipe. In flags `_` and `-` are the same. A dotted name
+is an option in a group of the recipe. Options without a flag are marked.
 `moh-llm recipes --all-keys COMMAND` prints a recipe with all of them.
 """
 

@@ -28,7 +28,7 @@ CALIBRATION, HELD_OUT, STEPS, BATCH = 8, 6, 4, 2
 CONTINUED = 32  # tokens that base and tuned model add to one prompt
 RECIPE = """\
 # The quick start's recipe: a short self-distillation on the text that Python itself ships. The fallbacks of heads that
-# are off are tuned; no weight of the base is. `moh-llm train --help` explains every key.
+# are off are tuned; no weight of the base is. `moh-llm train --help` explains every option.
 model: {model}
 output_dir: {output}
 max_steps: {steps}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Several machines, to be started on each of them, with the same arguments and a shared file system.
 #
-#     NODES=4 NODE_RANK=0 MASTER=node0 recipes/launch/many_nodes.sh fsdp2 RECIPE --key value
+#     NODES=4 NODE_RANK=0 MASTER=node0 recipes/launch/many_nodes.sh fsdp2 RECIPE --option value
 #
 # NODES machines, NODE_RANK this one's number from 0, MASTER the address of number 0, GPUS those of one machine (8),
 # without GPUs the processes of one machine.
