@@ -45,7 +45,7 @@ from moh_llm.training.step import MOST_DROPPED, accumulate_gradients, seed_step,
 from moh_llm.training.thresholds import Thresholds, measure_thresholds
 from moh_llm.training.zero import by_deepspeed
 
-THRESHOLD_SEQUENCES = 64  # sequences of the training text that thresholds are set on
+THRESHOLD_SEQUENCES = 64  # most sequences of the training text that thresholds are set on, and no more than half
 
 
 def train(
@@ -296,7 +296,7 @@ class _Training:
             return None
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         rows = self.config.data.micro_batch_size
-        sequences = min(THRESHOLD_SEQUENCES, self.config.max_steps * self.config.data.batch_size)
+        sequences = min(THRESHOLD_SEQUENCES, self.config.max_steps * self.config.data.batch_size // 2)
         rounds = range(max(1, sequences // (rows * world)))
         batches = [self.stream.batch((number * world + rank) * rows, rows) for number in rounds]
         return measure_thresholds(self.accelerator, self.networks.model, batches, self.budget.target)

@@ -83,7 +83,12 @@ class TrainingStep(nn.Module):
         return self.student.get_base_model() if self._has_adapters else self.student
 
     def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, targets: torch.Tensor, compare: bool = False
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        targets: torch.Tensor,
+        compare: bool = False,
+        route: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Sums over the sequences in training, values per position in scoring.
 
@@ -91,6 +96,7 @@ class TrainingStep(nn.Module):
             input_ids, position_ids: `[B, L]`; positions restart with each document.
             targets: ids of the next tokens `[B, L]`, `IGNORED` where there is none.
             compare: score instead of train.
+            route: with `compare`, the router logits alone, without the teacher.
 
         Returns:
             In training `[7]`, sums in the order of `StepLosses`. With `compare` the `comparison_values` per
@@ -101,12 +107,14 @@ class TrainingStep(nn.Module):
         # No mask and no cache: with positions that restart, documents do not see one another.
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         # The teacher goes first: it may be the same network with other heads on.
-        is_compared = self.has_teacher and (compare or self.objective.has_teacher)
+        is_compared = self.has_teacher and (compare or self.objective.has_teacher) and not route
         reference = self._reference(inputs, counted) if is_compared else ()
         output = self.network.model(**inputs, output_router_logits=True, output_expert_logits=not compare)
         hidden, head = output.last_hidden_state[counted], self.network.lm_head.weight
         if compare:
             router_logits = tuple(logits.flatten(0, -2) for logits in output.router_logits)
+            if route:
+                return hidden.new_zeros(0, 4), router_logits
             return comparison_values(hidden, head, targets[counted], *reference), router_logits
         task, cross_entropy = token_losses(hidden, head, targets[counted], *reference)
         balance = balance_loss_sum(output.router_logits, self.network.routers)

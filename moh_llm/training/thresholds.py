@@ -96,7 +96,7 @@ def _score_shares(accelerator: Accelerator, model: nn.Module, batches: Sequence[
     model.eval()
     for batch in batches:
         inputs = batch["input_ids"], batch["position_ids"], batch["labels"]
-        _, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
+        _, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True, route=True)
         weights = distant_keys(network.config, batch["position_ids"]).flatten().to(exact, torch.float64)
         distant += weights.sum()
         for logits, count in zip(router_logits, counts, strict=True):
