@@ -129,10 +129,13 @@ def run_charts(run: TrainingRun) -> list[Chart]:
         (f"KL to {name}", "nats per token", {"KL": "kl"}),
         ("Cross-entropy", "nats per token", {"cross-entropy": "cross_entropy"}),
         ("Heads per token, mean over layers", "heads", {"on": "heads_read"}),
+        ("Keys read", "share; dotted: asked", {"training text": "keys_read", "held-out text": "validation.keys_read"}),
+        ("Multiplier of the keys read", "weight in the loss", {"multiplier": "keys_multiplier"}),
         ("Gradient before clipping", "l2 norm", {"norm": "gradient_norm"}),
     ]
     if not run.points("validation.ratio"):
         curves[0] = ("Held-out perplexity", "perplexity", {"perplexity": "validation.perplexity"})
+    marks = {"ratio": 1, "training text": run.record.keys_asked}  # values of curves to compare with
     charts: list[Chart] = []
     for number, (title, unit, keys) in enumerate(curves):
         series = {label: run.points(key) for label, key in keys.items()}
@@ -143,7 +146,7 @@ def run_charts(run: TrainingRun) -> list[Chart]:
         values = [value for points in series.values() for _, value in points]
         scale = 10 if min(values) > 0 and max(values) > 10 * min(values) else None
         drawn = {label: smoothed(points) for label, points in series.items() if points}
-        x, y, reference = Axis("training tokens"), Axis(unit, scale), 1 if "ratio" in keys else None
+        x, y, reference = Axis("training tokens"), Axis(unit, scale), marks.get(next(iter(keys)))
         charts.append(LineChart(f"curve-{number}", title, note, drawn, x, y, reference))
     health = next((line.routing for line in reversed(run.lines) if line.routing), None)
     if health and any(health.load):

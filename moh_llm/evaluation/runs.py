@@ -143,6 +143,8 @@ def run_table(run: TrainingRun) -> Table:
         marks = {"first": counted[0], "last": counted[-1], "lowest": min(counted, key=attrgetter("loss"))}
         shown = [f"{which} {line.loss:.4g} (step {line.step:,})" for which, line in marks.items()]
         pairs.append(("loss", ", ".join(shown)))
+    if keys := keys_read(run):
+        pairs.append(("keys", keys))
     if run.cut:
         pairs.append(("log", "the last line was cut short and is left out"))
     return facts(pairs)
@@ -174,6 +176,17 @@ def recipe(run: TrainingRun) -> Pairs:
         named = f"{device} ({name})" if name else device
         pairs.append(("device", f"{named}, {processes} process{'es' if processes > 1 else ''}"))
     return pairs
+
+
+def keys_read(run: TrainingRun) -> str | None:
+    """The share of keys that a model was asked to read, and what it reads; None of a run without a budget of keys."""
+    record, scores = run.record, run.record.evaluation
+    if record.keys_asked is None:
+        return None
+    read = {"training text": record.keys_calibrated, "held-out text": scores and scores.keys_read}
+    parts = [f"{share:.1%} of {text}" for text, share in read.items() if share is not None]
+    asked = f"asked for {record.keys_asked:.1%} of the base's in {run.recipe['data']['sequence_length']:,} tokens"
+    return f"{asked}; reads {', '.join(parts)}" if parts else asked
 
 
 def objective(kind: str, teacher: ReferenceKind) -> str:
@@ -218,7 +231,7 @@ def held_out_table(run: TrainingRun) -> Table | None:
     rows = [[f"{line.tokens or 0:,}", *_figures(line.validation), _dead_heads(line.routing)] for line in lines]
     if saved:
         rows.append([f"{run.tokens:,} (saved model)", *_figures(saved), _dead_heads(None)])
-    scores = ["documents", "perplexity", "reference's", "ratio", "KL", "same top-1 %"]
+    scores = ["documents", "perplexity", "reference's", "ratio", "KL", "same top-1 %", "keys %"]
     head = ["tokens", *scores, "dead heads"]
     return Table(head, rows, text=0).without_empty_columns() if rows else None
 
@@ -231,6 +244,7 @@ def _figures(scores: Scores) -> list[str]:
         show_figure(scores.ratio, scores.ratio_interval, "#.5g"),
         show_figure(scores.kl, scores.kl_interval, "#.3g"),
         show_number(scores.top1_agreement, ".2f", 100),
+        show_number(scores.keys_read, ".2f", 100),
     ]
 
 

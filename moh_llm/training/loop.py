@@ -155,6 +155,7 @@ class _Training:
             parameters=nets.counts,
             balance_coefficient=self.balance_coefficient,
             reference=self.reference and self.reference.kind,
+            keys_asked=self.budget and round(self._share_of_keys(self.budget.target), 6),
         )
         found = from_main(accelerator, lambda: newest_checkpoint(run.checkpoints, self.say))
         if found is not None:
@@ -286,8 +287,7 @@ class _Training:
             self.say(f"{config.max_steps} steps, {tokens:,} tokens, {self.seconds:.0f} s of training")
         facts = {"seconds": round(self.seconds, 3), "data_read": receipt}
         if thresholds is not None:
-            shares = {"keys_asked": self.budget.target, "keys_calibrated": thresholds.distant_read}
-            facts |= {name: round(self._share_of_keys(share), 6) for name, share in shares.items()}
+            facts["keys_calibrated"] = round(self._share_of_keys(thresholds.distant_read), 6)
         run.finish(files, **facts, made=made, evaluation=scores)
 
     def _measure_thresholds(self) -> Thresholds | None:

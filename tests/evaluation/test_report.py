@@ -206,16 +206,25 @@ def test_charts_of_an_evaluation_hold_its_figures(evaluation: EvaluationRecord, 
     assert report.load_chart(1, analysis).rows == analysis["head_load"]["load"]
 
 
-def test_curves_are_the_logs_numbers(run: Path) -> None:
+def test_curves_are_the_logs_numbers(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "out/moh", record={"keys_asked": 0.33})
     lines = read_log(run)
+    for line in lines[1:]:
+        line |= {"keys_read": 0.3 + line["step"] / 100, "keys_multiplier": 0.5 * line["step"]}
+    lines[3]["validation"]["keys_read"] = 0.35
     lines[4] |= {"dropped": "the loss is not finite", "loss": None}
     write_log(run, lines)
-    found = {chart.title: chart.series for chart in report.run_charts(read_run(run))}
+    charts = {chart.title: chart for chart in report.run_charts(read_run(run))}
+    found = {title: chart.series for title, chart in charts.items()}
     kept = [line for line in lines[1:] if line["step"] != 4]
     assert found["KL to the base"] == {"KL": [(line["tokens"], line["kl"]) for line in kept]}
     assert found["Held-out perplexity"] == {"ratio": [(0, 1.5), (96, 1.35), (192, 1.2)]}
     assert list(found["Heads per token, mean over layers"]) == ["on"]
     assert "Cross-entropy" not in found
+    read = [(line["tokens"], line["keys_read"]) for line in kept]
+    assert found["Keys read"] == {"training text": read, "held-out text": [(96, 0.35)]}
+    assert charts["Keys read"].reference == 0.33 and charts["Held-out perplexity"].reference == 1
+    assert found["Multiplier of the keys read"]["multiplier"][-1] == (192, 3.0)
 
 
 @pytest.mark.parametrize("count", [200, 201])

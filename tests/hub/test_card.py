@@ -93,11 +93,16 @@ def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
     assert kept["KL, tuned"] == "0.0500 (0.0410 to 0.0620) nats per token to the base"
     assert "| books | 100.00% | 100.00% | 192 | 0.500 | 0 |" in sections["Training"]
     assert "| steps | 6 of 6, each 2 sequences of 16 tokens |" in sections["Training"]
-    record = {"status": "running", "data_read": None, "evaluation": None}
+    scores = {"tokens": 500, "documents": 40, "perplexity": 22.0, "keys_read": 0.345}
+    write_run(tuned.parent, "gone", record={"keys_asked": 0.33, "keys_calibrated": 0.331, "evaluation": scores})
+    read = facts(check_card(build_card(tuned, NAME))["What it keeps"])["keys, tuned"]
+    assert read == "asked for 33.0% of the base's in 16 tokens; reads 33.1% of training text, 34.5% of held-out text"
+    record = {"status": "running", "data_read": None, "evaluation": None, "keys_asked": 0.33}
     write_run(tuned.parent, "gone", scores=0, record=record)
     sections = check_card(build_card(tuned, NAME))
     assert "**The run has not finished" in sections["Training"]
-    assert "perplexity, tuned" not in facts(sections["What it keeps"])
+    kept = facts(sections["What it keeps"])
+    assert "perplexity, tuned" not in kept and kept["keys, tuned"] == "asked for 33.0% of the base's in 16 tokens"
 
 
 def test_a_model_from_scratch(folder: Path, tmp_path: Path) -> None:
