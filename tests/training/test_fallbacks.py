@@ -9,6 +9,7 @@ import yaml
 from safetensors.torch import load_file
 from trained import read_log, unfinish
 
+from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.records.conversion import read_chain
 from moh_llm.training import networks
@@ -49,7 +50,7 @@ def local_folders(made_once, base_folder: Path, convert) -> dict[str, Path]:
 def test_a_frozen_base_stays_as_it_is_and_is_its_own_teacher(
     configure, local_folders, base_folder: Path, read_tensors, tmp_path: Path
 ) -> None:
-    folder, base = local_folders["linear"], read_tensors(base_folder)
+    folder, base = local_folders["threshold"], read_tensors(base_folder)
     keys = {"freeze_base": True, "max_steps": 24, "optimizer.router_learning_rate": 1e-2, "evaluation.eval_steps": 24}
     for run in (tmp_path / "first", tmp_path / "second"):
         config = configure(model=str(folder), output_dir=str(run), **keys)
@@ -65,6 +66,9 @@ def test_a_frozen_base_stays_as_it_is_and_is_its_own_teacher(
     first, last = (read_log(tmp_path / name)[at]["validation"]["kl"] for name, at in (("first", 0), ("first", -1)))
     assert 0 < last < 0.98 * first
     assert [entry.freeze_base for entry in read_chain(folder).runs] == [True, True]
+    assert main(["convert", str(folder), "--to-dense", "--output-dir", str(tmp_path / "dense")]) == 0
+    assert read_tensors(tmp_path / "dense").keys() == base.keys()
+    assert all(torch.equal(weight, base[name]) for name, weight in read_tensors(tmp_path / "dense").items())
 
 
 def test_a_frozen_base_needs_something_to_train(configure, paper_folder: Path) -> None:
