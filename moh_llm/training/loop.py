@@ -45,7 +45,8 @@ from moh_llm.training.step import MOST_DROPPED, accumulate_gradients, seed_step,
 from moh_llm.training.thresholds import Thresholds, measure_thresholds
 from moh_llm.training.zero import by_deepspeed
 
-THRESHOLD_SEQUENCES = 64  # most sequences of the training text that thresholds are set on, and no more than half
+# Thresholds are set on so much of the training text, and on a quarter of it at most: it is read twice or three times.
+THRESHOLD_TOKENS = 2**16
 
 
 def train(
@@ -296,7 +297,8 @@ class _Training:
             return None
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         rows = self.config.data.micro_batch_size
-        sequences = min(THRESHOLD_SEQUENCES, self.config.max_steps * self.config.data.batch_size // 2)
+        sequences = THRESHOLD_TOKENS // self.config.data.sequence_length
+        sequences = min(sequences, self.config.max_steps * self.config.data.batch_size // 4)
         rounds = range(max(1, sequences // (rows * world)))
         batches = [self.stream.batch((number * world + rank) * rows, rows) for number in rounds]
         return measure_thresholds(self.accelerator, self.networks.model, batches, self.budget.target)
