@@ -5,9 +5,11 @@
 # make test-clients runs TRL's trainers and vLLM (in an environment of its own, of 4 GB) on converted models
 # make test-cluster tokenises and trains on a Slurm and a Ray of two nodes, which it starts on this machine
 # make mutants      puts faults into a copy of the package and sees a test find each
+# make results PAGE=speed
+#                   writes a page of docs/results from its record, and prints the commands that measured it
 # make results-check BASE=DIR STORIES=DIR CORPORA=DIR BENCHMARKS=DIR
-#                   measures a small part of each table of docs/results again and compares; without a folder
-#                   what needs it is left out
+#                   measures a small part of these records again and compares; without a folder what needs it is
+#                   left out
 # make reference    writes docs/reference.md from the declarations of the options
 # make docs         builds the documentation in site/, and fails on a broken link
 PYTHON ?= python3
@@ -15,7 +17,7 @@ VENV ?= .venv
 VLLM ?= .venv-vllm
 OUTPUT ?= out/quickstart
 
-.PHONY: quickstart test test-slow test-all test-clients test-cluster mutants results-check lint reference docs
+.PHONY: quickstart test test-slow test-all test-clients test-cluster mutants results results-check lint reference docs
 
 quickstart: $(VENV)/quickstart-installed
 	$(VENV)/bin/moh-llm quickstart --output-dir $(OUTPUT) --overwrite $(if $(BASE),--base $(BASE))
@@ -39,8 +41,11 @@ test-cluster: $(VENV)/installed
 mutants: $(VENV)/installed
 	$(VENV)/bin/python tests/mutants/run.py
 
+results: $(VENV)/installed
+	$(VENV)/bin/python benchmarks/results.py $(PAGE)
+
 results-check: $(VENV)/installed
-	$(VENV)/bin/python benchmarks/results_check.py
+	$(VENV)/bin/python benchmarks/results.py --check
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

@@ -10,7 +10,7 @@ from moh_llm.options import Folder, Place, Places, options
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_WINDOW = 256  # tokens, from 4,096 tokens of context on; docs/results/long_context.md compares windows
+_WINDOW = 256  # tokens, from 4,096 tokens of context on; docs/results/data/long_context.json compares windows
 _MOST_START = 1024  # tokens: with fewer, attention is too small a part of the time for heads to matter
 
 

@@ -1,0 +1,79 @@
+"""Pages of results show what their records hold, and a measurement that differs from its record is found."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import results
+
+
+def one(value: float, pattern: str = r"KL ([\d.]+)", command: str = "print('KL', 0.125)", **more: object) -> list[dict]:
+    figure = {"figure": "KL", "pattern": pattern, "value": value, "tolerance": 0.005}
+    return [{"page": "a", "needs": [], "commands": [f'python -c "{command}"'], "figures": [figure | more]}]
+
+
+def test_a_figure_that_differs_is_one_line(capsys):
+    assert results.check(one(0.13), {}) == []
+    assert "a, KL: 0.125, 0.13 +- 0.005 in the record" in capsys.readouterr().out
+    (fault,) = results.check(one(0.131, slice="two documents"), {})
+    assert fault == "differs: a, KL (two documents): 0.125, 0.131 +- 0.005 in the record"
+
+
+def test_what_is_not_given_is_left_out(capsys):
+    (run,) = one(9)
+    run["needs"] = ["BASE", "CORPORA"]
+    assert results.check([run], {"CORPORA": "there"}) == []
+    assert "a: not checked, BASE not given" in capsys.readouterr().out
+
+
+def test_a_command_that_fails_or_says_nothing_is_a_line_among_others():
+    runs = one(9) + one(1, command="raise ValueError('no')") + one(1, pattern="ratio (.)") + one(8)
+    first, failed, silent, last = results.check(runs, {})
+    assert first.startswith("differs: a") and last.startswith("differs: a")
+    assert failed.startswith("error: a: python -c") and failed.endswith("status 1: ValueError: no")
+    assert silent.startswith("error: a, KL: not in what the commands print")
+
+
+@pytest.mark.parametrize("page", results.PAGES)
+def test_a_page_is_its_record(page):
+    text = (results.RESULTS / f"{page}.md").read_text()
+    assert results.rewritten(page, text) == text, f"the table is stale: make results PAGE={page}"
+    if "picture" in results.record(page):
+        drawn = ElementTree.parse(results.RESULTS / "data" / f"{page}.svg").getroot()
+        assert drawn.get("data-figures") == results.digest(page), f"the picture is stale: make results PAGE={page}"
+        assert f"](data/{page}.svg)" in text
+    assert len(results.record(page)["table"]["rows"]) <= 10
+    # A page that sums up takes its figures from the others.
+    records = [results.record(of) for of in ([page] if results.record(page)["sections"] else results.PAGES)]
+    known = set(re.findall(r"\d+\.\d+", json.dumps(records)))
+    assert set(re.findall(r"\d+\.\d+", text)) <= known, "a figure of the page is in no record"
+
+
+def test_every_page_has_a_record_and_every_check_can_find_its_figure():
+    assert {path.stem for path in results.RESULTS.glob("*.md")} >= set(results.PAGES)
+    found = [run for page in results.PAGES for run in results.checks(page)]
+    assert len(found) >= 11
+    for run in found:
+        assert run["commands"] and run["figures"]
+        for figure in run["figures"]:
+            assert re.compile(figure["pattern"]).groups == 1 and 0 < figure["tolerance"] < figure["value"]
+            assert ("cell" in figure) != ("slice" in figure)
+
+
+def test_a_changed_figure_makes_page_and_picture_stale(monkeypatch):
+    text, drawn = (results.RESULTS / "rivals.md").read_text(), results.digest("rivals")
+    changed = json.loads(json.dumps(results.record("rivals")).replace("0.0155 (", "0.0156 ("))
+    monkeypatch.setattr(results, "record", lambda page: changed)
+    assert results.digest("rivals") != drawn
+    assert results.rewritten("rivals", text) == text.replace("0.0155 (", "0.0156 (")
+
+
+def test_a_picture_stands_alone():
+    for page in ("retrieval", "speed"):
+        drawn = results.picture(page)
+        assert ElementTree.fromstring(drawn).tag.endswith("svg") and "var(" not in drawn and "#0072b2" in drawn
