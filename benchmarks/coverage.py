@@ -157,7 +157,7 @@ def intervals_of(model: np.ndarray, base: np.ndarray) -> dict[str, Ends]:
     """All intervals of the difference and of the share, in parts of one."""
     m, b = model.mean(), base.mean()
     errors = [values.std(ddof=1) / math.sqrt(len(values)) for values in (model, base, model - base)]
-    found: dict[str, Ends] = {"difference: errors": around(m - b, NORMAL * errors[2])}
+    found: dict[str, Ends] = {"difference: errors": (m - b - NORMAL * errors[2], m - b + NORMAL * errors[2])}
     values = value_of([model.tolist()], 0, 1), value_of([base.tolist()], 0, 1)
     delta = value_of(statistics.difference([model.tolist()], [base.tolist()]), -1, 1)
     found["difference: printed"] = delta.interval and [end / 100 for end in delta.interval]
@@ -166,13 +166,9 @@ def intervals_of(model: np.ndarray, base: np.ndarray) -> dict[str, Ends]:
     if b >= 5 * errors[1]:
         both = (errors[0] ** 2 + errors[1] ** 2 - errors[2] ** 2) / 2
         variance = max(errors[0] ** 2 + (m / b) ** 2 * errors[1] ** 2 - 2 * m / b * both, 0.0)
-        found["share: errors"] = around(m / b, NORMAL * math.sqrt(variance) / b)
+        half = NORMAL * math.sqrt(variance)
+        found["share: errors"] = (m - half) / b, (m + half) / b
     return found
-
-
-def around(value: float, half: float) -> tuple[float, float]:
-    """An interval of that half width."""
-    return value - half, value + half
 
 
 def covers(ends: Ends, truth: float) -> bool:

@@ -7,17 +7,15 @@
 Sections, each in a process of its own, with so many seconds that are scaled by `--minutes`; what one leaves the next
 one has:
 
-- facts: versions, the card, what it copies and multiplies per second, signatures that backends rest on.
+- facts: versions, and what the card copies and multiplies per second.
 - compile: kernels, in parallel processes, into the caches on disk.
 - correct: every backend in bfloat16 against float64, outputs and gradients.
-- dense, window: causal attention and that of the last 256 keys, by cuDNN, FA2 (PyTorch's) and FA4.
 - sorted: sorted queries of LLaMA3-8B's shape, all heads routed, by each backend, at shares of entries that are on.
 - layer: attention of a layer from its input to its output, eager and in a CUDA graph, with plans. The dense layer's
   SDPA is pinned to cuDNN and to FA2, and the faster one counts. "beyond" leaves out the linear projections on both
   sides. "operation" is interval attention alone beside dense attention alone, in CUDA graphs.
 - decode: interval attention of one token per row over a cache.
 - kernels: where the time of a layer goes, by PyTorch's profiler.
-- generate: a token with a static cache, which transformers compiles; "beyond" leaves out prompt and first tokens.
 
 After each row a line of JSON is written, so that a run that is cut off leaves its rows; `--resume` goes on after them.
 What cannot run is a row that says why. Needs torch, triton and transformers, and uses flash-attn-4 where it is there.
@@ -37,7 +35,7 @@ import gpu_backends
 import gpu_layers
 import gpu_operation
 import gpu_profile
-from gpu_rows import FULL, LINE, SMALL, Clock, Lost, Record, Row, Sizes, device_of, key_of, read_rows
+from gpu_rows import FULL, LINE, SMALL, Clock, Lost, Record, Sizes, device_of
 
 MINUTES = 8
 LOST = 3  # exit status: the device answers no more
@@ -47,27 +45,11 @@ SECTIONS: dict[str, tuple[Section | None, int]] = {
     "facts": (gpu_operation.facts, 35),
     "compile": (None, 65),
     "correct": (gpu_backends.correct, 30),
-    "dense": (gpu_operation.dense, 50),
-    "window": (gpu_operation.window, 25),
     "sorted": (gpu_backends.sorted_calls, 60),
     "layer": (gpu_layers.layer, 110),
     "decode": (gpu_backends.decode, 35),
     "kernels": (gpu_profile.kernels, 30),
-    "generate": (gpu_layers.generate, 25),
 }
-# The most that attention of a layer of LLaMA3-8B's shape may take, beyond projections: pass, tokens, plan, limit. Up to
-# 2,048 tokens that is asked of CUDA graphs alone.
-GOALS = (
-    ("forward", 8192, "fixed 50 %", 0.64),
-    ("forward", 32768, "fixed 50 %", 0.55),
-    ("forward", 8192, "mixed 50 %", 0.70),
-    ("forward", 32768, "mixed 50 %", 0.60),
-    ("forward", 8192, "75 %", 0.90),
-    ("with backward", 8192, "fixed 50 %", 0.70),
-    ("with backward", 8192, "mixed 50 %", 0.70),
-    ("with backward", 8192, "75 %", 0.90),
-    *(("forward", 2048, plan, 1.03) for plan in gpu_layers.PLANS),
-)
 
 
 def main() -> int:
@@ -92,7 +74,6 @@ def main() -> int:
         end += SECTIONS[name][1] * args.minutes / MINUTES
         print(f"\n{name}: until {max(0, end - time.time()):.0f} s from now", flush=True)
         run_section(name, args, end - GRACE, sizes)
-    conclude(read_rows(args.json))
     return 0
 
 
@@ -135,55 +116,6 @@ def measure(name: str, path: Path, until: float, sizes: Sizes, unit: int | None 
     except Lost:
         return LOST
     return 0
-
-
-def conclude(rows: dict[str, Row]) -> None:
-    """Print what was asked beside what was found, and what follows."""
-    print(
-        "\nasked of attention of LLaMA3-8B's layer beyond projections, and found; of the operation alone for comparison"
-    )
-    for way, length, plan, limit in GOALS:
-        for mode in ("graph",) if length <= 2048 else ("eager", "graph", "operation"):
-            row = at(rows, "layer", f"llama3-8b, 1 x {length}, {way}, {mode}", plan)
-            verdict(f"{plan}, {length}, {way}, {mode}", limit, row.get("ratio" if mode == "operation" else "beyond"))
-    row = at(rows, "decode", "llama3-8b, 16 rows over 8192, graph", "groups, 50 %")
-    verdict("decoding by groups, 16 rows over 8192, graph", 0.60, row.get("ratio"))
-    for words in decisions(rows):
-        print(words)
-
-
-def verdict(words: str, limit: float, found: list[float] | None) -> None:
-    if found:
-        print(f"{words}: at most {limit:.2f}; found {found[0]:.3f}, {'met' if found[0] <= limit else 'MISSED'}")
-    else:
-        print(f"{words}: at most {limit:.2f}; not measured")
-
-
-def at(rows: dict[str, Row], section: str, cell: str, peer: str) -> Row:
-    return rows.get(key_of({"section": section, "cell": cell, "peer": peer}), {})
-
-
-def decisions(rows: dict[str, Row]) -> list[str]:
-    """What figures speak for, one line each."""
-    found = []
-    if ratio := at(rows, "sorted", "8192, forward", "flash, 100 %").get("ratio"):
-        way = "take it" if ratio[0] <= 1.15 else "from 32k tokens on and in training; tune tiles"
-        way = way if ratio[0] <= 1.3 else "take flex; the documentation recommends fixed heads on a GPU"
-        found.append(f"sorted call by flash, all on: {ratio[0]:.3f} of dense: {way}")
-    shape = gpu_operation.name_of(False)
-    windows = [at(rows, "window", f"D 128, 8192, {shape}", f"window, {name}").get("ms") for name in ("FA2", "fa4")]
-    if all(windows):
-        ratio = windows[0] / windows[1]
-        found.append(f"window: FA2 takes {ratio:.2f} of FA4's time: {'FA4' if ratio > 1.3 else 'FA2'}")
-    modes = [at(rows, "layer", f"llama3-8b, 1 x 8192, forward, {mode}", "mixed 50 %") for mode in ("eager", "graph")]
-    if all("ms" in row for row in modes):
-        ratio = modes[0]["ms"] / modes[1]["ms"]
-        found.append(f"layer, eager over graph: {ratio:.2f}: {'compile the layer' if ratio > 1.1 else 'as it is'}")
-    fixed = at(rows, "layer", "llama3-8b, 1 x 8192, forward, graph", "fixed 50 %").get("beyond")
-    mixed = modes[1].get("beyond")
-    if fixed and mixed and fixed[0] <= 0.62 and mixed[0] > 0.70:
-        found.append("fixed heads are fast, and routed ones are not: the default on a GPU is --router none")
-    return found
 
 
 if __name__ == "__main__":

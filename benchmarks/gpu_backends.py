@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from gpu_operation import BASES, DENSE, fa4, graphs_of, name_of, pass_of, sizes_of_heads, states
+from gpu_operation import BASES, DENSE, graphs_of, name_of, pass_of, states
 from gpu_rows import Record, Row, Run, Shape, Sizes, device_of, distance, reason
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -109,10 +109,6 @@ def compile_units(sizes: Sizes) -> dict[str, Callable[[], Run]]:
             for backend in BACKENDS:
                 make = functools.partial(short_call, sizes, shape, backend, gradients)
                 units[f"{backend}, {name}, {name_of(gradients)}"] = make
-        for name, shape in sizes_of_heads(sizes):
-            for window in (None, sizes.window):
-                make = functools.partial(short_fa4, sizes, shape, window, gradients)
-                units[f"fa4, {name}, {'dense' if window is None else 'window'}, {name_of(gradients)}"] = make
     return units
 
 
@@ -133,10 +129,6 @@ def short_call(sizes: Sizes, shape: Shape, backend: str, gradients: bool) -> Run
     return runnable(
         backend, call_of(shape, sizes, sizes.checked, 0.5, split_heads(shape, 0.25, 0.25), gradients), gradients
     )
-
-
-def short_fa4(sizes: Sizes, shape: Shape, window: int | None, gradients: bool) -> Run:
-    return pass_of(functools.partial(fa4, window), states(shape, sizes.checked, gradients), gradients)
 
 
 def runnable(backend: str, call: Call, gradients: bool) -> Run:

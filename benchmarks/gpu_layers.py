@@ -1,7 +1,6 @@
-"""Sections of `gpu.py` about whole layers: attention of a layer with several plans, and `generate`."""
+"""Section of `gpu.py` about attention of whole layers, with several plans."""
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +11,10 @@ from gpu_operation import BASES, DENSE, gradient_of, graphs_of, name_of, pass_of
 from gpu_rows import Record, Row, Run, Shape, Sizes, device_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
+from transformers import LlamaConfig, LlamaModel, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaModel
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaModel
 from moh_llm.modeling.interval_attention_moh import NAME
 
 PLANS = {  # shares of heads that are always and never on; of the others half are on
@@ -205,26 +204,3 @@ def keys_of(call: Call) -> float:
     last, start, sink_end = call.seen.last, call.seen.start, call.seen.sink_end
     read = (last - call.first + 1).clamp_min(0) + (torch.minimum(sink_end, call.first) - start).clamp_min(0)
     return (read.sum() / (last - start + 1).expand_as(read).sum()).item()
-
-
-# ---- generate
-
-
-def generate(record: Record, sizes: Sizes) -> None:
-    """Tokens of `generate` with a static cache, which on CUDA is compiled: a few layers, half of the heads."""
-    device, dtype = device_of()
-    name, shape = next(iter(sizes.shapes.items()))
-    context, rows = sizes.contexts[0], sizes.rows[0]
-    size = {"num_hidden_layers": sizes.layers, "intermediate_size": 3 * shape.width}
-    prompt = torch.randint(0, VOCABULARY, (rows, context), device=device)
-    short, long = sizes.tokens
-    runs: dict[str, Run] = {}
-    for plan, shares in {"base": None, "fixed 50 %": (0.5, 0.5), "mixed 50 %": (0.25, 0.25)}.items():
-        config = config_of(shape, sizes, shares, **size)
-        with torch.device(device):
-            model = (LlamaForCausalLM if shares is None else MoHLlamaForCausalLM)(config).to(dtype).eval()
-        for count in sizes.tokens:
-            how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
-            runs[f"{plan}, {count}"] = functools.partial(model.generate, prompt, cache_implementation="static", **how)
-    less = {f"{plan}, {long}": f"{plan}, {short}" for plan in ("base", "fixed 50 %", "mixed 50 %")}
-    record.cell(f"{name}, {rows} rows after {context}", runs, [f"base, {long}"], less=less)

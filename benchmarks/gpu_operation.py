@@ -1,11 +1,8 @@
-"""Sections of `gpu.py` without MoH: facts, dense attention, attention of the last keys."""
+"""Section of `gpu.py` without MoH, facts, and passes of dense attention."""
 
 import functools
-import importlib
 import importlib.metadata
-import inspect
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,31 +14,16 @@ from moh_llm.devices import name_device
 
 Attention = Callable[..., torch.Tensor]
 PACKAGES = ("torch", "triton", "transformers", "flash-attn-4", "flash-attn", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
-SIGNATURES = (
-    "torch.ops.aten._flash_attention_forward.default",
-    "torch.ops.aten._flash_attention_backward.default",
-    "torch.ops.aten._scaled_dot_product_cudnn_attention.default",
-    "torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default",
-    "torch.nn.attention.varlen.varlen_attn",
-    "torch.nn.attention.flex_attention.flex_attention",
-    "flash_attn.cute.interface._flash_attn_fwd",
-    "flash_attn.cute.interface._flash_attn_bwd",
-    "flash_attn.cute.interface.flash_attn_func",
-    "flash_attn.cute.block_sparsity.BlockSparseTensorsTorch",
-)
 
 
 # ---- facts
 
 
 def facts(record: Record, sizes: Sizes) -> None:
-    """Versions, the card, what it moves and multiplies, and the signatures that backends rest on."""
+    """Versions, and what the card moves and multiplies."""
     device, dtype = device_of()
     record.note("versions", lambda: versions(device))
-    record.note("card", functools.partial(card, device))
     record.note("speed", lambda: speed(record, device, dtype))
-    for name in SIGNATURES:
-        record.note(name, functools.partial(signature, name))
 
 
 def versions(device: torch.device) -> Row:
@@ -54,15 +36,6 @@ def versions(device: torch.device) -> Row:
     return found
 
 
-def card(device: torch.device) -> Row:
-    if device.type != "cuda":
-        return {"note": "no CUDA device"}
-    fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,memory.total"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "-i", "0"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    return dict(zip(fields.split(","), said.strip().split(", "), strict=False))
-
-
 def speed(record: Record, device: torch.device, dtype: torch.dtype) -> Row:
     """Bytes that a copy moves, read and written, and FLOPs of a product of random matrices, per second."""
     count, side = (1 << 30, 8192) if device.type == "cuda" else (1 << 20, 128)
@@ -73,15 +46,7 @@ def speed(record: Record, device: torch.device, dtype: torch.dtype) -> Row:
     return {"copy_gb_s": round(2 * count / copy / 1e9), "product_tflops": round(2 * side**3 / product / 1e12, 1)}
 
 
-def signature(name: str) -> Row:
-    if name.startswith("torch.ops."):
-        found = functools.reduce(getattr, name.removeprefix("torch.").split("."), torch)
-        return {"signature": str(found._schema)}
-    module, _, member = name.rpartition(".")
-    return {"signature": str(inspect.signature(getattr(importlib.import_module(module), member)))}
-
-
-# ---- dense and windowed attention
+# ---- dense attention
 
 
 def states(shape: Shape, length: int, gradients: bool, rows: int = 1) -> list[torch.Tensor]:
@@ -160,67 +125,12 @@ def sdpa(backend: SDPBackend) -> Attention:
     return attend
 
 
-def aten_flash(window: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """FlashAttention-2 as PyTorch carries it, of the last `window` keys, or of all."""
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-    length = q.shape[1]
-    return torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, length, length, 0.0, window is None, False, scale=q.shape[-1] ** -0.5, **sides
-    )[0]
-
-
-def fa4(window: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """FlashAttention-4, of the last `window` keys, or of all."""
-    from flash_attn.cute.interface import flash_attn_func
-
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    sides = {"causal": True} if window is None else {"window_size": (window - 1, 0)}
-    found = flash_attn_func(q, k, v, **sides)
-    return found[0] if isinstance(found, tuple) else found
-
-
 DENSE: dict[str, Attention] = {
     "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "flash (FA2)": sdpa(SDPBackend.FLASH_ATTENTION),
-    "fa4": functools.partial(fa4, None),
 }
 BASES = ("cudnn", "flash (FA2)")  # what SDPA has: the base's attention is pinned to each, and the faster one counts
 
 
-def flops(shape: Shape, length: int, gradients: bool, rows: int = 1) -> float:
-    """Of causal attention: two products, and five more of the backward pass."""
-    return (7 if gradients else 2) * rows * shape.heads * shape.size * length * (length + 1)
-
-
-def sizes_of_heads(sizes: Sizes) -> Iterator[tuple[str, Shape]]:
-    """LLaMA3-8B's heads, and as many of half the size."""
-    shape = sizes.shapes["llama3-8b"]
-    yield from ((f"D {size}", shape._replace(size=size)) for size in (shape.size, shape.size // 2))
-
-
 def name_of(gradients: bool) -> str:
     return "with backward" if gradients else "forward"
-
-
-def dense(record: Record, sizes: Sizes) -> None:
-    """Causal attention by cuDNN, FA2 and FA4."""
-    for length in sizes.lengths:
-        for name, shape in sizes_of_heads(sizes):
-            for gradients in (False, True):
-                inputs = states(shape, length, gradients)
-                runs = {peer: pass_of(attend, inputs, gradients) for peer, attend in DENSE.items()}
-                work = {"flops": flops(shape, length, gradients)}
-                record.cell(f"{name}, {length}, {name_of(gradients)}", runs, runs, {peer: work for peer in runs})
-
-
-def window(record: Record, sizes: Sizes) -> None:
-    """Attention of the last keys by FA2 and FA4, beside dense attention."""
-    for length in sizes.lengths:
-        for name, shape in sizes_of_heads(sizes):
-            for gradients in (False, True):
-                inputs = states(shape, length, gradients)
-                runs = {peer: pass_of(DENSE[peer], inputs, gradients) for peer in BASES}
-                for peer, attend in (("window, FA2", aten_flash), ("window, fa4", fa4)):
-                    runs[peer] = pass_of(functools.partial(attend, sizes.window), inputs, gradients)
-                record.cell(f"{name}, {length}, {name_of(gradients)}", runs, BASES)

