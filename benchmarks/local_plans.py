@@ -9,16 +9,6 @@ records of a conversion. With `--fallback value --routers linear none` heads tha
 of keys are shares of heads. With `--streaming --routers none` it is a plan in the manner of DuoAttention: fixed heads,
 and the others attend to the first and the last tokens and to nothing else (`baselines/streaming.py`).
 `benchmarks/long_context.py` compares such models with the base.
-
-With `--estimate` no model is written: the table has what ways to choose heads would cost, with local fallbacks, by
-calibration's estimate. Each way is fitted on three quarters of the calibration text. On the rest, other documents where
-there are enough, the table has the mean over tokens of the sum over layers of 1/2 (sum of z_h over the heads that the
-token has off)^2 (`moh_llm.conversion.local_fit`), with 95 % intervals by bootstrap over blocks of 256 tokens, for as
-many heads on the mean. The first three are plans that `convert.py` writes. The others choose among all heads of all
-layers by the cost c_h that they predict, and have one threshold for all layers:
-
-- "one threshold": the linear router's predictions;
-- "oracle": the true cost.
 """
 
 import argparse
@@ -26,13 +16,10 @@ import dataclasses
 import itertools
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from baselines.streaming import make_streaming
 from command import add_compute_dtype, device_and_dtype, status_of
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -42,20 +29,16 @@ from moh_llm.conversion.calibrate import fit_layer, layer_samples, make_fitter
 from moh_llm.conversion.checkpoint import write_description, write_weights
 from moh_llm.conversion.config import ConversionConfig
 from moh_llm.conversion.convert import LONG_CONTEXT, calibration_batches
-from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit, group_costs, group_metric
+from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
 from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.conversion.local_fit import STRIDE, LocalFitter
-from moh_llm.conversion.plan import PlanOptions, allocate, drops_to_fit, plan_layers, routing_tensors, shared_and_active
+from moh_llm.conversion.local_fit import LocalFitter
+from moh_llm.conversion.plan import PlanOptions, drops_to_fit, plan_layers, routing_tensors, shared_and_active
 from moh_llm.data.mixture import Mixture, mixture_from_arguments
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
-from moh_llm.intervals import show_figure
 from moh_llm.metrics import Batch
-
-PLANS = {"fixed": "none", "Top-K of each layer": "linear", "threshold": "threshold"}
-BLOCK = 256  # tokens that count as one in intervals
 
 
 def main() -> int:
@@ -68,16 +51,13 @@ def main() -> int:
     parser.add_argument("--calibration-tokens", type=int, default=ConversionConfig.calibration_tokens)
     parser.add_argument("--seed", type=int, default=0, help="another one takes text after that of the seeds before it")
     add_compute_dtype(parser)
-    jobs = parser.add_mutually_exclusive_group(required=True)
-    jobs.add_argument("--output-dir", type=Path, help="folder for the models' folders")
-    jobs.add_argument("--estimate", action="store_true", help="compare ways to choose heads instead")
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder for the models' folders")
     parser.add_argument("--routers", nargs="+", default=["threshold"], choices=["threshold", "linear", "none"])
     parser.add_argument("--fallback", default="local", choices=["local", "value"])
     parser.add_argument("--granularities", nargs="+", default=["head"], choices=["head", "kv_group"])
     parser.add_argument("--streaming", action="store_true", help="fallbacks without a token for what is out of sight")
     parser.add_argument("--windows", type=int, nargs="+", help="default: that of convert.py")
-    args = parser.parse_args()
-    return status_of(estimate if args.estimate else run, args)
+    return status_of(run, parser.parse_args())
 
 
 def open_calibration(args: argparse.Namespace, base: BaseCheckpoint) -> tuple[LayerwiseModel, list[Batch]]:
@@ -170,57 +150,6 @@ def fit_plans(
         if keys[name] not in fitted:
             fitted[keys[name]] = fit_layer(plan, config, make(plan, config, sample))
     return {name: fitted[key] for name, key in keys.items()}
-
-
-def estimate(args: argparse.Namespace) -> None:
-    """Print what each way to choose heads would cost."""
-    base = open_base(args.base)
-    of_all = base.config.num_attention_heads * base.config.num_hidden_layers
-    window = args.windows[0] if args.windows else None
-    options = PlanOptions(fallback="local", local_window=window, local_start=args.local_start, context=args.context)
-    budgets = {keys: shared_and_active(dataclasses.replace(options, keys=keys), base.config)[1] for keys in args.keys}
-    dense, batches = open_calibration(args, base)
-    plans: dict[str, list[dict[int, tuple[float, torch.Tensor]]]] = defaultdict(list)
-    effects, predicted = [], defaultdict(list)
-    with tempfile.TemporaryDirectory() as scratch:
-        for sample in layer_samples(dense, batches, options, Path(scratch), args.seed):
-            compared = (sample.local.far[sample.fitted :, 0].isfinite()).nonzero()[:, 0]
-            fitters = {name: LocalFitter(sample, router) for name, router in PLANS.items()}
-            for name, fitter in fitters.items():
-                fits = [fitter.fit(dropped) for dropped in range(base.config.num_attention_heads + 1)]
-                plans[name].append({fit.dropped: (fit.cost, fitter.effect(fit)[compared]) for fit in fits})
-            effects.append(fitters["threshold"].effects[compared])
-            by_threshold = fitters["threshold"]
-            costs = group_costs(by_threshold.residual, group_metric(sample, 1)).clamp_min(1e-24).log() / 2
-            for name, log_costs in (("one threshold", by_threshold.logits), ("oracle", costs)):
-                predicted[name].append(log_costs[sample.fitted :][compared])
-    print(f"{len(effects[0])} held-out tokens; KL in nats per token, estimated (95 % over blocks of {BLOCK} tokens)")
-    print(f"{'keys read':<36}" + "".join(f"{keys:>28}" for keys in budgets))
-    print(f"{'heads on':<36}" + "".join(f"{on / of_all:>28.3f}" for on in budgets.values()))
-    for name, layers in plans.items():
-        found = []
-        for on in budgets.values():
-            drops = allocate([{dropped: cost for dropped, (cost, _) in layer.items()} for layer in layers], of_all - on)
-            found.append(sum(layer[dropped][1].square() / 2 for layer, dropped in zip(layers, drops, strict=True)))
-        print_row(name, found)
-    z = torch.stack(effects)  # [layers, N, H]
-    for name, costs in predicted.items():
-        c = torch.stack(costs)
-        found = []
-        for on in budgets.values():
-            off = c <= c.flatten().kthvalue(round((of_all - on) * c.shape[1])).values
-            found.append(((z * off).sum(-1).square() / 2).sum(0))
-        print_row(name, found)
-
-
-def print_row(name: str, found: Sequence[torch.Tensor]) -> None:
-    """Means over tokens of each `[N]`, with intervals."""
-    cells = []
-    for values in found:
-        blocks = [block.mean().item() for block in values.split(BLOCK // STRIDE)]
-        draws = np.random.default_rng(0).choice(blocks, (2000, len(blocks))).mean(1)
-        cells.append(show_figure(values.mean().item(), np.percentile(draws, (2.5, 97.5)).tolist(), ".4f"))
-    print(f"{name:<36}" + "".join(f"{cell:>28}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":

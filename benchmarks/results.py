@@ -45,20 +45,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", nargs="?", choices=PAGES, help="of docs/results (default: all)")
     parser.add_argument("--check", action="store_true", help="measure again what the records' checks name")
-    try:
-        run(parser.parse_args())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def run(args: argparse.Namespace) -> None:
+    args = parser.parse_args()
     pages = [args.page] if args.page else PAGES
     if args.check:
-        if faults := check([one for page in pages for one in checks(page)], os.environ):
-            raise UserError("\n".join(faults))
-        return
+        faults = check([one for page in pages for one in checks(page)], os.environ)
+        print("\n".join(faults), file=sys.stderr)
+        return int(bool(faults))
     for page in pages:
         path = RESULTS / f"{page}.md"
         write_text(path, rewritten(page, path.read_text()))
@@ -68,6 +60,7 @@ def run(args: argparse.Namespace) -> None:
         if section.get("commands"):
             where = ", ".join(section[name] for name in ("machine", "date") if name in section)
             print(f"# {section['title']}{where and f': {where}'}", *section["commands"], "", sep="\n")
+    return 0
 
 
 @cache
@@ -94,7 +87,7 @@ def rewritten(page: str, text: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise UserError(f"docs/results/{page}.md has no place for its table: write {BEGIN} and {END} there")
+        raise SystemExit(f"docs/results/{page}.md has no place for its table: write {BEGIN} and {END} there")
     return f"{before}{begin}\n{''.join(lines)}{end}{after}"
 
 

@@ -203,14 +203,8 @@ class LocalFitter:
         """Mean of 1/2 (sum of z)^2 over held-out tokens."""
         return (self._effect(shared, local, dropped).square().mean() / 2).item()
 
-    def effect(self, fit: RoutingFit) -> torch.Tensor:
-        """Sum of z over the heads that each held-out token has off, `[N - N']`."""
-        shared, local = (
-            {head // self.group_size for head in heads} for heads in (fit.shared_heads, fit.never_on_heads)
-        )
-        return self._effect(sorted(shared), sorted(local), fit.dropped)
-
     def _effect(self, shared: Sequence[int], local: Sequence[int], dropped: int) -> torch.Tensor:
+        """Sum of z over the heads that each held-out token has off, `[N - N']`."""
         effect = self.effects[:, list(local)].sum(1)
         routed = [group for group in range(len(self.ranked)) if group not in {*shared, *local}]
         drops, effects = dropped // self.group_size - len(local), self.effects[:, routed]
