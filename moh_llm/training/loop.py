@@ -256,7 +256,9 @@ class _Training:
         nets.optimizer.zero_grad()
         line = step_line(step, losses, beta, rates, norm, config, began, multiplier)
         if multiplier is not None:
-            line.keys_multiplier, line.keys_read = multiplier, round(self._share_of_keys(losses.distant_read), 6)
+            line.keys_multiplier = multiplier
+            if losses.distant_slope > 0:  # scores are finite, and the text has distant keys
+                line.keys_read = round(self._share_of_keys(losses.distant_read), 6)
         if fault:  # the log has the field for dropped steps alone
             line.dropped = fault
         return line
@@ -297,8 +299,8 @@ class _Training:
             return None
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         rows = self.config.data.micro_batch_size
-        sequences = THRESHOLD_TOKENS // self.config.data.sequence_length
-        sequences = min(sequences, self.config.max_steps * self.config.data.batch_size // 4)
-        rounds = range(max(1, sequences // (rows * world)))
+        # Those of whole steps, which any number of processes can share.
+        steps = max(1, min(THRESHOLD_TOKENS // self.config.tokens_per_step, self.config.max_steps // 4))
+        rounds = range(steps * self.accelerator.gradient_accumulation_steps)
         batches = [self.stream.batch((number * world + rank) * rows, rows) for number in rounds]
         return measure_thresholds(self.accelerator, self.networks.model, batches, self.budget.target)

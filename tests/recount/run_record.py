@@ -49,8 +49,7 @@ def keys(run: Run) -> dict[str, Near]:
     if run.kind != "local":
         return {}
     saved = network.load(run.tuned)
-    rows = [row for step in range(1, STEPS + 1) for _, row in run.sequences(step)]
-    rows = rows[: len(rows) // 4]
+    rows = [row for step in range(1, max(1, STEPS // 4) + 1) for _, row in run.sequences(step)]
     with torch.no_grad():
         passes = [network.run(saved, ids) for row in rows for _, ids in row]
         read, _, total = training.distant_keys(saved.config.to_dict(), passes)

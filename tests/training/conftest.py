@@ -48,6 +48,14 @@ def model_folder(made_once: Callable[..., Path], base_folder: Path, convert: Cal
 
 
 @pytest.fixture(scope="session")
+def budget_folder(made_once: Callable[..., Path], base_folder: Path, convert: Callable[..., int]) -> Path:
+    """A conversion of `base_folder` with threshold routers and short windows, of which each layer has routed heads."""
+    flags = ["--local-window", "6", "local_sinks=2", "--context", "64", "--router", "threshold"]
+    flags += ["--num-active-heads", "2", "--heldout-tokens", "0", "--num-shared-heads", "1"]
+    return made_once("budget", lambda folder: convert(base_folder, folder, *flags))
+
+
+@pytest.fixture(scope="session")
 def paper_folder(made_once: Callable[..., Path], base_folder: Path, convert: Callable[..., int]) -> Path:
     """The paper's layer of `base_folder`: of 2 active heads in each layer one is shared, and none has a fallback."""
     flags = ["--preset", "paper", "--num-shared-heads", "1", "--num-active-heads", "2"]
