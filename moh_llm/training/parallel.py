@@ -97,6 +97,12 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             raise UserError("FSDP needs version 2 (fsdp_version: 2 in the accelerate config)")
         if plugins["fsdp_plugin"].activation_checkpointing:
             raise UserError("drop fsdp_activation_checkpointing and set gradient_checkpointing in the recipe")
+        if config.mixed_precision == "bf16":
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            # Accelerate's own would also round what a step returns: losses, scores, and counts of keys.
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+            plugins["fsdp_plugin"].mixed_precision_policy = policy
     # FSDP2 reduces the gradient of every micro-batch: else each process would keep its whole gradient between them.
     accumulation = GradientAccumulationPlugin(micro_batches, sync_with_dataloader=False, sync_each_batch=fsdp)
     accelerator = Accelerator(
