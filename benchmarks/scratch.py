@@ -23,7 +23,7 @@ is taken as twice that for all. How large each method is made:
 
 - MoH: the dense model's weights and the routers, with the least number of shared heads above 40 % of the active ones,
   as its paper advises. `moh-100` has all heads on: its difference to the dense model is due to its gates' weights.
-  `-first-N` routes in one stage, with N shared heads.
+  `-normalized` has the weights of the authors' code. `-first-N` routes in one stage, with N shared heads.
 - MoA: 2H - 1 experts of the dense model's head size: with one head of keys and values these are the dense attention's
   parameters. The router's are taken from the feed-forward network.
 - SwitchHead: heads times experts are the dense model's heads, as in its paper; heads are as large as fits into the
@@ -165,6 +165,7 @@ def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Me
         methods |= {
             f"moh-{percent}": moh(fields, active),
             f"moh-{percent}-quantized": moh(fields, active, router_score="quantized"),
+            f"moh-{percent}-normalized": moh(fields, active, router_score="normalized"),
             f"static-{percent}": Method(methods["dense"].config, partial(StaticAttention, heads=active)),
             f"static-{percent}-averaged": Method(methods["dense"].config, partial(averaged, heads=active)),
             f"moa-{percent}": matched(
@@ -181,6 +182,7 @@ def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Me
     one_stage = {"router_type": "linear"}
     methods |= {
         "moh-100": moh(fields, size.heads),
+        "moh-100-normalized": moh(fields, size.heads, router_score="normalized"),
         f"{name}-one-stage": moh(fields, active, **one_stage),
         f"{name}-no-shared": moh(fields, active, num_shared_heads=0, **one_stage),
     }
@@ -202,10 +204,9 @@ def mixtral(fields: dict, size: Size) -> Method:
 
 
 def moh(fields: dict, active: int, **plan) -> Method:
-    """MoH by Eq. 5 to 8 (two-stage, weighted, beta 0.01), with what `plan` changes of it."""
+    """MoH by Eq. 5 to 8 (two-stage, weighted, beta 0.01, in its loss), with what `plan` changes of it."""
     defaults = {"num_active_heads": active, "num_shared_heads": math.floor(0.4 * active) + 1}
-    defaults |= {"router_type": "two_stage", "router_score": "weighted"}
-    defaults["output_router_logits"] = True  # the loss has the load-balance loss
+    defaults |= {"router_type": "two_stage", "router_score": "weighted", "output_router_logits": True}
     return Method(MoHLlamaConfig(**fields | defaults | plan))
 
 
@@ -321,9 +322,8 @@ def train_missing(
                 "data": make_receipt(stream, steps * args.batch),
             }
             if args.save and methods[name].attention is None:
-                with new_folder(
-                    args.output_dir / "models" / f"{name}-seed-{seed}-{steps}-steps", overwrite=True
-                ) as folder:
+                kept = args.output_dir / "models" / f"{name}-seed-{seed}-{steps}-steps"
+                with new_folder(kept, overwrite=True) as folder:
                     model.save_pretrained(folder)
                     tokenizer.save_pretrained(folder)
             write_json(args.output_dir / "scratch.json", record)

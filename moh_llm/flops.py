@@ -5,7 +5,9 @@ embedding, softmax and gating are left out. Attention counts all positions up to
 also those of other documents. Of feed-forward experts those are counted that a token selects, and their router.
 """
 
-from moh_llm.modeling import MoHLlamaConfig
+import torch
+
+from moh_llm.modeling import MoHLlamaConfig, MoHRouter
 
 
 def forward_flops(config: MoHLlamaConfig, length: int, dense: bool = False) -> int:
@@ -94,9 +96,6 @@ def feed_forward_width(config: MoHLlamaConfig) -> int:
 
 def _router_macs(config: MoHLlamaConfig) -> int:
     """Multiply-adds per token of all layers' routers."""
-    hidden, heads, group_size = config.hidden_size, config.num_attention_heads, config.heads_per_group
-    if config.router_type in ("query_norm", "none"):
-        return 0
-    if config.router_type in ("linear", "threshold"):
-        return sum(hidden * len(config.routed_heads(i)) // group_size for i in range(config.num_hidden_layers))
-    return config.num_hidden_layers * hidden * (heads // group_size + 2)
+    with torch.device("meta"):
+        routers = [MoHRouter(config, layer) for layer in range(config.num_hidden_layers)]
+    return sum(weight.numel() for router in routers for weight in router.parameters() if weight.dim() == 2)

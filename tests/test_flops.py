@@ -49,6 +49,8 @@ def test_hand_counted_sums():
     seen = {"local_window": 1, "local_sinks": 0}
     local = MoHLlamaConfig(**sizes, router_type="linear", head_fallback="local", **seen)
     assert forward_flops(local, 2) == 2 * (always + router + 32 + 12 + 8 + 32 + 8 + 4)
+    score = {"router_type": "two_stage", "router_score": "normalized"}  # the one shared head has no score
+    assert forward_flops(MoHLlamaConfig(**sizes, **score), 2) == forward_flops(linear, 2) + 2 * 2 * router
     # The paper's router takes all queries' norms.
     assert forward_flops(MoHLlamaConfig(**sizes), 2) == 2 * (always + 32 + 12 + 16)
 

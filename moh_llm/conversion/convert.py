@@ -161,8 +161,8 @@ def restore_dense(name: str, output: Path, overwrite: bool = False) -> None:
     config = base.config
     if not base.is_moh:
         raise UserError(f"{name} is no MoH model (model_type {config.model_type!r}): it is dense already")
-    if read_config(base.folder).get("router_score") == "weighted":
-        raise UserError(f"{name} weighs heads by their scores (router_score weighted): there is no dense model inside")
+    if (score := read_config(base.folder).get("router_score", "quantized")) != "quantized":
+        raise UserError(f"{name} weighs heads by their scores (router_score {score}): there is no dense model inside")
     with lock_folder(output), new_folder(output, overwrite) as folder:
         config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
         weight_map = write_weights(folder, base, {})

@@ -126,7 +126,7 @@ class MoHLlamaAttention(llama.LlamaAttention):
         on, dtype = (gate != 0).unsqueeze(-1), out.dtype
         is_local, value = self.config.head_fallback == "local", 0.0 if replaced is None else replaced.to(dtype)
         out = out if is_local else torch.where(on, out, value)
-        if self.router.router_score == "weighted":
+        if self.router.router_score != "quantized":
             return out * gate.unsqueeze(-1).to(dtype)
         if self.gate_gradient == "none" or not (gate.requires_grad and self.router.is_trained):
             return out

@@ -15,7 +15,7 @@ require_version("transformers>=5.2,!=5.3.0", "MoH models need another version: p
 FORMAT = 6
 CHOICES = {
     "router_type": ("query_norm", "linear", "threshold", "two_stage", "none"),
-    "router_score": ("quantized", "weighted"),
+    "router_score": ("quantized", "weighted", "normalized"),
     "routing_granularity": ("head", "kv_group"),
     "head_fallback": ("none", "value", "local"),
 }
@@ -40,6 +40,9 @@ class MoHLlamaConfig(LlamaConfig):
             are on.
         router_score (`str`): `"quantized"` multiplies a selected head by exactly 1 and passes the gradient straight
             through to the score (Eq. 9 and 10); `"weighted"` multiplies by the score.
+            `"normalized"` is the form of the authors' code, for `"two_stage"`: routed scores are divided by their sum
+            over the selected heads and multiplied by the number of these, shared ones are multiplied by theirs, and
+            stages by 2, so that the heads in use weigh about 1. Layers may then share all heads, or none.
         routing_granularity (`str`): The unit of routing: `"head"`, a single query head, or `"kv_group"`, all query
         heads
             that share one key-value head. The keys of a group that is off need not be read.
@@ -179,6 +182,8 @@ class MoHLlamaConfig(LlamaConfig):
         is_local, fallback = self.head_fallback == "local", f"head_fallback={self.head_fallback!r}"
         is_quantized = self.head_fallback == "none" or self.router_score == "quantized"
         yield is_quantized, f"{fallback} needs router_score='quantized': a gate of 0 or 1"
+        is_kept = self.router_score != "normalized" or self.router_type == "two_stage"
+        yield is_kept, f"router_score='normalized' needs router_type='two_stage', not {self.router_type!r}"
         chosen, experts = self.num_experts_per_tok, self.num_local_experts
         rule = f"num_experts_per_tok={chosen} must lie between 1 and num_local_experts={experts}"
         yield not experts or 1 <= chosen <= experts, rule
@@ -216,7 +221,7 @@ class MoHLlamaConfig(LlamaConfig):
         )
         is_kept = self.router_type != "none" or active == shared
         yield is_kept, f"num_active_heads={active} must be num_shared_heads={shared} with {router}"
-        is_kept = self.router_type != "two_stage" or 0 < shared < heads
+        is_kept = self.router_type != "two_stage" or self.router_score == "normalized" or 0 < shared < heads
         yield is_kept, f"num_shared_heads={shared}: {router} needs at least one shared and one routed head of {of_all}"
         groups = f"whole key-value groups of {size} heads, for routing_granularity='kv_group'"
         for name, count in (("num_shared_heads", shared), ("num_active_heads", active)):

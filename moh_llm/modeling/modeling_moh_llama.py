@@ -215,7 +215,9 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
             top_k = [router.top_k for router in self.routers]
             predicted = None if labels is None else predicted_tokens(labels, **kwargs)
             balanced = () if self.config.router_type == "threshold" else outputs.router_logits
-            aux_loss = load_balancing_loss(balanced, top_k[: len(balanced)], attention_mask, predicted)
+            aux_loss = load_balancing_loss(
+                balanced, top_k[: len(balanced)], attention_mask, predicted, self.config.router_score
+            )
             if loss is not None:
                 experts = expert_balancing_loss(outputs.expert_logits, self.config, attention_mask)
                 balance = self.config.head_balance_coef * aux_loss + self.config.expert_balance_coef * experts

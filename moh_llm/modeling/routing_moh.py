@@ -28,16 +28,23 @@ def straight_through(hard: Tensor | float, soft: Tensor) -> Tensor:
     return hard + (soft - soft.detach())
 
 
+def balance_factor(router_score: str, logits: Tensor) -> int:
+    """By what Eq. 7 is multiplied in a layer with these logits `[..., U]`."""
+    return logits.shape[-1] if router_score == "normalized" else 1
+
+
 def load_balancing_loss(
     router_logits: Sequence[Tensor],
     top_k: Sequence[int],
     attention_mask: Tensor | None = None,
     row_weights: Tensor | None = None,
+    router_score: str = "quantized",
 ) -> Tensor:
     """Load-balance loss (Eq. 7), averaged over rows and over the layers that have routed heads.
 
     For a row and layer it is the sum over routed groups of P_i * f_i: P_i is the mean softmax score of group i over the
     row's tokens, f_i the share of tokens that select it. An even load gives K / U. Without routed heads it is zero.
+    With `router_score="normalized"` each layer's is multiplied by U, as in the authors' code: an even load gives K.
 
     Args:
         router_logits: `[B, T, U]` per layer; layers may differ in U, and U may be 0.
@@ -58,6 +65,7 @@ def load_balancing_loss(
         share = mask / tokens.clamp_min(1)
         rows = ((scores * share).sum(1) * (selected * share).sum(1)).sum(-1)
         weights = tokens[:, 0, 0] if row_weights is None else row_weights.to(rows)
+        rows = rows * balance_factor(router_score, logits)
         losses.append((rows * weights).sum() / weights.sum().clamp_min(1))
     if not losses:
         return torch.zeros((), device=router_logits[0].device if router_logits else None)
@@ -166,12 +174,13 @@ class MoHRouter(IndexedModule):
         self.router_type, self.router_score = config.router_type, config.router_score
         self.top_k = self.top_k_of(self.num_active)
 
-        if self.router_type in ("linear", "threshold") and self.num_routed:
-            self.routed = MoHLinear(config.hidden_size, self.routed_groups)
-        if self.router_type == "two_stage":
-            self.routed = MoHLinear(config.hidden_size, self.routed_groups, bias=False)
-            self.shared = MoHLinear(config.hidden_size, self.shared_groups, bias=False)
-            self.stage = MoHLinear(config.hidden_size, 2, bias=False)
+        hidden, has_stages = config.hidden_size, self.router_type == "two_stage"
+        if self.num_routed and (has_stages or self.router_type in ("linear", "threshold")):
+            self.routed = MoHLinear(hidden, self.routed_groups, bias=not has_stages)
+        if has_stages and self.shared_groups > (self.router_score == "normalized"):  # a single one then weighs 1
+            self.shared = MoHLinear(hidden, self.shared_groups, bias=False)
+        if has_stages and self.num_shared and self.num_routed:
+            self.stage = MoHLinear(hidden, 2, bias=False)
 
     @property
     def is_full(self) -> bool:
@@ -236,11 +245,11 @@ class MoHRouter(IndexedModule):
             if self.router_score == "quantized" and not needs_scores:  # the gate is 0 or 1
                 parts = [logits.new_ones(*logits.shape[:-1], self.shared_groups), selected]
             else:
-                shared_score, routed_score = self._scores(hidden_states, logits)
-                if self.router_score == "weighted":
-                    parts = [shared_score, selected * routed_score]
-                else:
+                shared_score, routed_score = self._scores(hidden_states, logits, selected)
+                if self.router_score == "quantized":
                     parts = [straight_through(1.0, shared_score), straight_through(selected, routed_score)]
+                else:
+                    parts = [shared_score, selected * routed_score]
             gate = self._of_heads(*parts)
             return logits, torch.where(all_on[..., None], 1.0, gate) if isinstance(all_on, Tensor) else gate
 
@@ -251,13 +260,19 @@ class MoHRouter(IndexedModule):
         gate = torch.zeros_like(gate).index_copy(-1, self.index, gate)
         return gate if self.group_size == 1 else gate.unsqueeze(-1).expand(*gate.shape, self.group_size).flatten(-2)
 
-    def _scores(self, hidden_states: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _scores(self, hidden_states: Tensor, logits: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
         """Scores of the shared and the routed groups."""
+        shared, stages = logits.new_ones(*logits.shape[:-1], self.shared_groups), 1
         routed = logits.sigmoid() if self.router_type == "threshold" else logits.softmax(-1)
-        if self.router_type != "two_stage":
-            return logits.new_ones(*logits.shape[:-1], self.shared_groups), routed
-        shared_stage, routed_stage = self.stage(hidden_states, logits.dtype).softmax(-1).split(1, -1)  # Eq. 5 and 6
-        return shared_stage * self.shared(hidden_states, logits.dtype).softmax(-1), routed_stage * routed
+        if hasattr(self, "shared"):
+            shared = self.shared(hidden_states, logits.dtype).softmax(-1)
+        if self.router_score == "normalized":  # as the authors' code has it
+            shared, stages = self.shared_groups * shared, 2
+            routed = self.top_k * nn.functional.normalize(selected * routed, p=1, dim=-1)
+        if not hasattr(self, "stage"):
+            return shared, routed
+        shared_stage, routed_stage = (stages * self.stage(hidden_states, logits.dtype).softmax(-1)).split(1, -1)
+        return shared_stage * shared, routed_stage * routed
 
     def select(self, logits: Tensor) -> Tensor:
         """Select routed groups by their logits `[..., U]`: 1 where a token has the group on, else 0."""

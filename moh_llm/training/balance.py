@@ -36,9 +36,10 @@ class HeadBalanceMixin:
 
         def keep(module: nn.Module, positional: tuple, named: dict[str, Any], outputs: Any) -> None:
             if torch.is_grad_enabled():
-                top_k = [router.top_k for router in module.routers]
-                mask, logits = named.get("attention_mask"), outputs.router_logits
-                heads = 0.0 if config.router_type == "threshold" else load_balancing_loss(logits, top_k, mask)
+                mask, heads = named.get("attention_mask"), 0.0
+                if config.router_type != "threshold":
+                    top_k, score = [router.top_k for router in module.routers], config.router_score
+                    heads = load_balancing_loss(outputs.router_logits, top_k, mask, router_score=score)
                 experts = expert_balancing_loss(outputs.expert_logits, config, mask)
                 losses.append(config.head_balance_coef * heads + config.expert_balance_coef * experts)
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from moh_llm.devices import float64_device, wide
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.experts_moh import expert_balancing_loss
+from moh_llm.modeling.routing_moh import balance_factor
 from moh_llm.training.config import ObjectiveConfig
 
 IGNORED = -100
@@ -67,7 +68,8 @@ def balance_loss_sum(router_logits: tuple[torch.Tensor, ...], routers: list[MoHR
     total = torch.zeros((), device=router_logits[0].device)
     for router, layers in alike.values():
         logits = torch.stack([layer.to(total.device) for layer in layers])  # [N, B, L, U]
-        total = total + (logits.softmax(-1).mean(2) * router.select(logits).mean(2)).sum()
+        sums = (logits.softmax(-1).mean(2) * router.select(logits).mean(2)).sum()
+        total = total + sums * balance_factor(router.router_score, logits)
     return total / max(1, sum(len(layers) for _, layers in alike.values()))
 
 

@@ -143,7 +143,7 @@ def _find_reference(
     changed: str | None = None,
 ) -> Reference | None:
     """The reference; ``changed`` as in `moh_llm.records.identity.FolderRecords`."""
-    weighted = read_json(Path(config.model) / "config.json").get("router_score") == "weighted"
+    weighted = read_json(Path(config.model) / "config.json").get("router_score", "quantized") != "quantized"
     if conversion is None:
         if config.base is not None:
             raise UserError(

@@ -29,6 +29,9 @@ def route(
     prefix = f"model.layers.{layer}.self_attn.router."
     gate, scores = np.zeros(heads), [None] * heads
     gate[shared] = 1.0
+    if config.router_score == "normalized":
+        shared_groups = [shared[first : first + size] for first in range(0, len(shared), size)]
+        return normalized_gate(heads, weights, prefix, x, shared_groups, groups, k), scores
     if not routed or config.router_type == "none":
         return gate, scores
     if config.router_type == "query_norm":
@@ -51,6 +54,29 @@ def route(
     for head in [*shared, *chosen]:
         gate[head] = scores[head] if config.router_score == "weighted" and scores[head] is not None else 1.0
     return gate, scores
+
+
+def normalized_gate(
+    heads: int, weights: dict[str, np.ndarray], prefix: str, x: np.ndarray, shared: list, routed: list, k: int
+) -> np.ndarray:
+    """Gate of every head for one token as the authors' code has it; `shared` and `routed` hold groups of heads."""
+    gate = np.zeros(heads)
+    if shared:
+        of_shared = softmax(weights[prefix + "shared.weight"] @ x) if len(shared) > 1 else [1 / len(shared)]
+        for group, score in zip(shared, of_shared, strict=True):
+            gate[group] = len(shared) * score
+    if routed:
+        p = softmax(weights[prefix + "routed.weight"] @ x)
+        chosen = np.argsort(-p, kind="stable")[:k]
+        for i in chosen:
+            gate[routed[i]] = k * p[i] / sum(p[j] for j in chosen)
+    if shared and routed:
+        a1, a2 = softmax(weights[prefix + "stage.weight"] @ x)
+        for group in shared:
+            gate[group] *= 2 * a1
+        for group in routed:
+            gate[group] *= 2 * a2
+    return gate
 
 
 class Heads(NamedTuple):

@@ -73,6 +73,7 @@ GROUPED = {"routing_granularity": "kv_group"}
         ),
         ({"router_type": "norm"}, "router_type='norm' must be one of query_norm, linear, threshold, two_stage"),
         ({"head_fallback": "value", "router_score": "weighted"}, "head_fallback=.value. needs router_score"),
+        ({"router_score": "normalized"}, "router_score='normalized' needs router_type='two_stage', not 'query_norm'"),
         ({"router_type": "two_stage", "num_shared_heads": 0}, "needs at least one shared and one routed head"),
     ],
 )

@@ -18,6 +18,9 @@ PLANS = {
     "linear": plan(1, 2),
     "two_stage": plan(1, 3, "two_stage"),
     "no shared head": plan(0, 2),
+    "normalized": plan([2, 4], [3, 4], "two_stage", router_score="normalized"),
+    "normalized, few shared": plan([1, 0], [3, 2], "two_stage", router_score="normalized"),
+    "normalized, none routed on": plan([2, 1], [2, 1], "two_stage", router_score="normalized"),
     "fallbacks": plan([1, 4], [2, 4], head_fallback="value"),
     "local": plan(1, 2, head_fallback="local", local_window=5, local_sinks=2),
     "local, no sinks": plan([1, 0], [2, 1], "query_norm", head_fallback="local", local_window=3, local_sinks=0),
@@ -67,12 +70,13 @@ SCORING = {
     "fallbacks": {"router_type": "linear", "head_fallback": "value"},
     "two_stage": {"router_type": "two_stage"},
     "two_stage weighted": {"router_type": "two_stage", "router_score": "weighted"},
+    "normalized": {"router_type": "two_stage", "router_score": "normalized"},
 }
 
 
 @pytest.mark.parametrize(
     ("groups", "scoring"),
-    [*(("3 heads", scoring) for scoring in SCORING), ("2 heads", "fallbacks"), ("4 heads", "two_stage weighted")],
+    [*(("3 heads", scoring) for scoring in SCORING), ("2 heads", "fallbacks"), ("4 heads", "normalized")],
 )
 def test_whole_groups_agree_with_the_naive_loop(make_pair, ids, groups, scoring):
     (heads, kv_heads), shared_heads = GROUPS[groups]["heads"], GROUPS[groups]["shared_heads"]

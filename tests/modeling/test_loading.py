@@ -96,22 +96,25 @@ ROUTING = {
         **{"fallback.own_value.weight": (3, 8), "fallback.own_value.bias": (3,), "fallback.bias": (3, 2)},
     },
     "two_stage": {"router.routed.weight": (3, 8), "router.shared.weight": (1, 8), "router.stage.weight": (2, 8)},
+    "normalized": {"router.routed.weight": (3, 8), "router.stage.weight": (2, 8)},
 }
 FIELDS = {
     "query_norm": {"num_shared_heads": 1, "num_active_heads": 3},
     "linear": {"num_active_heads": [2, 3], "num_shared_heads": 1, "shared_heads": [[2], [0]], "head_fallback": "value"},
     "two_stage": {"num_shared_heads": 1, "num_active_heads": 2, "router_score": "weighted"},
+    "normalized": {"num_shared_heads": 1, "num_active_heads": 3, "router_score": "normalized"},
 }
 LOGITS = {  # of the naive loop
     "query_norm": [0.242491, 1.323626, 1.112118],
     "linear": [1.287030, -0.376783, -1.672633],
     "two_stage": [-0.196640, 1.798989, 2.037740],
+    "normalized": [-0.156055, 1.486366, 1.677214],
 }
 
 
 @pytest.mark.parametrize("router_type", sorted(LOGITS))
 def test_what_was_published_in_format_1_keeps_its_meaning(tmp_path, router_type):
-    config = CONFIG | FIELDS[router_type] | {"router_type": router_type}
+    config = CONFIG | FIELDS[router_type] | {"router_type": "two_stage" if router_type == "normalized" else router_type}
     (tmp_path / "config.json").write_text(json.dumps(config))
     shapes = {"model.embed_tokens.weight": (11, 8), "model.norm.weight": (8,)}
     of_layer = {f"{name}.weight": shape for name, shape in DENSE.items()}

@@ -59,25 +59,27 @@ def test_heads_of_equal_norm_are_routed(norm):
     assert set(gate.unique().tolist()) == {0.0, 1.0} and (gate.sum(-1) == 4).all()
 
 
-@pytest.mark.parametrize("row_weights", [None, [3, 1]])
-def test_balance_loss_is_the_equation(row_weights):
+@pytest.mark.parametrize(("score", "row_weights"), [("weighted", None), ("weighted", [3, 1]), ("normalized", None)])
+def test_balance_loss_is_the_equation(score, row_weights):
     generator = torch.Generator().manual_seed(0)
-    logits = [torch.randn(2, 7, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
+    logits = [torch.randn(2, 7, groups, generator=generator, dtype=torch.float64) for groups in (3, 4, 5)]
     mask = torch.ones(2, 7)
     mask[0, :3] = 0
     expected = 0
     for layer, k in zip(logits, (1, 2, 5), strict=True):
         for row, tokens in enumerate([layer[0, 3:], layer[1]]):
-            f = [0.0] * 5
+            groups = layer.shape[-1]
+            f = [0.0] * groups
             for token in tokens:
                 for head in token.argsort(descending=True)[:k]:
                     f[head] += 1 / len(tokens)
-            p = [sum(token.softmax(-1)[head] for token in tokens) / len(tokens) for head in range(5)]
+            p = [sum(token.softmax(-1)[head] for token in tokens) / len(tokens) for head in range(groups)]
             # By default a row counts by its tokens.
             weight = (row_weights or [4, 7])[row] / sum(row_weights or [4, 7])
-            expected += weight * sum(a * b for a, b in zip(p, f, strict=True)) / 3
+            factor = groups if score == "normalized" else 1
+            expected += factor * weight * sum(a * b for a, b in zip(p, f, strict=True)) / 3
     weights = None if row_weights is None else torch.tensor(row_weights)
-    got = load_balancing_loss(logits, (1, 2, 5), mask, weights)
+    got = load_balancing_loss(logits, (1, 2, 5), mask, weights, score)
     torch.testing.assert_close(got, expected)
 
 

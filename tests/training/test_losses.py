@@ -18,9 +18,16 @@ from moh_llm.training.reference import Reference
 from moh_llm.training.step import TrainingStep, accumulate_gradients
 
 
-def test_balance_loss_of_groups_is_the_models_own_block_by_block(paper_folder) -> None:
-    config = MoHLlamaConfig.from_pretrained(paper_folder, num_shared_heads=0, routing_granularity="kv_group")
-    model = MoHLlamaForCausalLM(config)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"num_shared_heads": 0, "routing_granularity": "kv_group"},
+        {"num_shared_heads": [0, 1], "router_type": "two_stage", "router_score": "normalized"},
+    ],
+    ids=["groups", "normalized"],
+)
+def test_balance_loss_is_the_models_own_block_by_block(paper_folder, plan) -> None:
+    model = MoHLlamaForCausalLM(MoHLlamaConfig.from_pretrained(paper_folder, **plan))
     heads = model.config.num_attention_heads
     model.set_active_heads([heads - layer % 2 * 2 for layer in range(model.config.num_hidden_layers)])
     ids = torch.randint(0, 200, (3, 16), generator=torch.Generator().manual_seed(0))
