@@ -13,8 +13,11 @@ def lines(folder: str) -> dict[str, int]:
     return {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in (ROOT / folder).rglob("*.py")}
 
 
+# For models of images: 50 lines and 2 files of modeling, so that text and images share the head plan, the fallback and
+# the budget of heads; 900 lines and 9 files of moh_llm/vision, for the second and third of the paper's systems.
 @pytest.mark.parametrize(
-    ("folder", "most_lines", "most_files"), [("moh_llm", 22_000, 152), ("moh_llm/modeling", 1_550, 8)]
+    ("folder", "most_lines", "most_files"),
+    [("moh_llm", 22_950, 163), ("moh_llm/modeling", 1_600, 10)],
 )
 def test_a_folder_stays_small(folder, most_lines, most_files):
     found = lines(folder)

@@ -14,7 +14,7 @@ from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from moh_llm.errors import UserError, reason
 from moh_llm.files import check_links
-from moh_llm.modeling.configuration_moh_llama import FORMAT
+from moh_llm.modeling.head_plan_moh import FORMAT
 from moh_llm.reading import expand_home
 from moh_llm.records.conversion import Base
 from moh_llm.records.identity import hash_weights

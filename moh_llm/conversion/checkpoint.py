@@ -28,6 +28,8 @@ from moh_llm.records.tensors import EMBEDDING, HEAD, cast_weight
 
 REMOTE_CODE = (
     "configuration_moh_llama.py",
+    "head_plan_moh.py",
+    "heads_moh.py",
     "modeling_moh_llama.py",
     "attention_moh.py",
     "interval_attention_moh.py",

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 
 from .configuration_moh_llama import MoHLlamaConfig
+from .heads_moh import MoHFallback
 from .interval_attention_moh import Distant, interval_attention
 from .routing_moh import HeadShard, IndexedModule, MoHLinear, MoHRouter
 from .seen_moh import Seen, keeps_keys
@@ -163,30 +164,3 @@ class MoHLocalFallback(IndexedModule):
         """Scores `[B, T, H]` and values `[H, D]` of the distant tokens; 0 for shared heads."""
         score = self.of_heads(self.distant_score(hidden_states), -1, self.num_heads, shard)
         return score, self.of_heads(self.distant_value, 0, self.num_heads, shard)
-
-
-class MoHFallback(IndexedModule):
-    """The value fallback of a routed head that is off: b_h + a_h(x) v, with a_h linear in the layer's input x.
-
-    v is the token's own value vector in the head's group. A head mostly attends to a few sinks, whose mixture hardly
-    varies (b_h), and to the token itself (a_h(x) v). The first token of a document sees only itself: its fallback is v.
-    """
-
-    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
-        super().__init__(config.routed_heads(layer_idx))
-        self.num_heads = config.num_attention_heads
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.own_value = MoHLinear(config.hidden_size, len(self._ids))
-        self.bias = nn.Parameter(torch.zeros(len(self._ids), config.head_dim))
-
-    def forward(self, hidden_states: Tensor, own_value: Tensor, is_first: Tensor, shard: HeadShard | None) -> Tensor:
-        """The fallback of each head and token, `[B, T, H, D]`.
-
-        `hidden_states` `[B, T, C]` is the layer's input, `own_value` `[B, T, KV, D]` holds the tokens' values, and
-        `is_first` `[B or 1, T]` marks the first token of each document.
-        """
-        share = self.of_heads(self.own_value(hidden_states), -1, self.num_heads, shard)
-        share = torch.where(is_first.unsqueeze(-1), 1.0, share.to(own_value.dtype)).unsqueeze(-1)
-        bias = self.of_heads(self.bias, 0, self.num_heads, shard).to(own_value.dtype)
-        bias = torch.where(is_first[..., None, None], 0.0, bias)
-        return bias + share * own_value.repeat_interleave(self.num_key_value_groups, dim=2)

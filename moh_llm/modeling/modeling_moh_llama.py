@@ -4,8 +4,6 @@ All of LLaMA's weights keep their names and meaning; routers and fallbacks add a
 all heads active and quantised scores the model is LLaMA, bit for bit.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +18,16 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts, Mixtral
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder
 
-from .attention_moh import GATE_GRADIENTS, MoHFallback, MoHLlamaAttention, MoHLocalFallback
+from .attention_moh import GATE_GRADIENTS, MoHLlamaAttention, MoHLocalFallback
 from .configuration_moh_llama import MoHLlamaConfig
 from .experts_moh import expert_balancing_loss
+from .heads_moh import RoutedModel
 from .interval_attention_moh import interval_attention  # noqa: F401 (transformers 5.2 copies what this file imports)
-from .routing_moh import IndexedModule, MoHLinear, MoHRouter, load_balancing_loss
+from .routing_moh import MoHRouter, load_balancing_loss
 from .seen_moh import Seen, keeps_keys, paged_keys, seen_keys
 
 
-class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
+class MoHLlamaPreTrainedModel(RoutedModel, LlamaPreTrainedModel):
     """Loading, initialisation and the head budget that all MoH models share."""
 
     config: MoHLlamaConfig
@@ -40,17 +39,13 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, MoHLinear | MixtralTopKRouter):
+        if isinstance(module, MixtralTopKRouter):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
         if isinstance(module, MixtralExperts):
             for weight in module.parameters():
                 init.normal_(weight, mean=0.0, std=self.config.initializer_range)
-        if isinstance(module, MoHLinear | MoHFallback) and module.bias is not None:
-            init.zeros_(module.bias)
         if isinstance(module, MoHLocalFallback):
             init.zeros_(module.distant_value)
-        if isinstance(module, IndexedModule):
-            module.reset_index()
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -61,19 +56,6 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         """The routers, one per layer, first layer first."""
         model = getattr(self, self.base_model_prefix, self)
         return [layer.self_attn.router for layer in model.layers]
-
-    def set_active_heads(self, num_active_heads: int | Sequence[int] | None) -> None:
-        """Set how many heads a token uses (shared + Top-K), in all layers or per layer; None: the config's number.
-
-        Raises ValueError for a number below a layer's shared heads, above its heads, or not of whole groups.
-        """
-        if num_active_heads is None:
-            num_active_heads = self.config.active_heads_per_layer
-        elif isinstance(num_active_heads, int):
-            num_active_heads = [num_active_heads] * len(self.routers)
-        top_k = [router.top_k_of(active) for router, active in zip(self.routers, num_active_heads, strict=True)]
-        for router, active, k in zip(self.routers, num_active_heads, top_k, strict=True):
-            router.num_active, router.top_k = active, k
 
     def set_gate_gradient(self, kind: str) -> None:
         """Set how the gate's gradient <dO, H - S> is computed, of a head's output H and its fallback S.
@@ -87,16 +69,6 @@ class MoHLlamaPreTrainedModel(LlamaPreTrainedModel):
         for module in self.modules():
             if isinstance(module, MoHLlamaAttention):
                 module.gate_gradient = kind
-
-    @contextlib.contextmanager
-    def all_heads_active(self) -> Iterator[None]:
-        """A context in which every head is on: with quantised scores the model is then its base."""
-        before = [router.num_active for router in self.routers]
-        self.set_active_heads(self.config.num_attention_heads)
-        try:
-            yield
-        finally:
-            self.set_active_heads(before)
 
 
 class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):

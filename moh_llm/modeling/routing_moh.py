@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from .configuration_moh_llama import MoHLlamaConfig
+from .head_plan_moh import HeadPlan
 
 
 def select_top_k(logits: Tensor, k: int) -> Tensor:
@@ -121,7 +121,7 @@ class HeadShard:
     group: Any  # of torch.distributed
 
     @classmethod
-    def from_weight(cls, weight: Tensor, found: float, config: MoHLlamaConfig) -> "HeadShard":
+    def from_weight(cls, weight: Tensor, found: float, config: HeadPlan) -> "HeadShard":
         """Make the shard of a process whose query projection `weight` has `found` heads.
 
         Raises ValueError if the heads were not split by transformers' tensor parallelism.
@@ -157,7 +157,7 @@ class MoHRouter(IndexedModule):
     `num_active` and `top_k`. `index` holds the shared groups, then the routed ones, then those that are never on.
     """
 
-    def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+    def __init__(self, config: HeadPlan, layer_idx: int):
         shared, routed = config.shared_heads_per_layer[layer_idx], config.routed_heads(layer_idx)
         local = config.never_on_heads_per_layer[layer_idx]
         # Sorted heads of a group are consecutive, so every `heads_per_group`-th id stands for its group.
@@ -170,7 +170,7 @@ class MoHRouter(IndexedModule):
         self.mean_active = self.num_active = config.active_heads_per_layer[layer_idx]
         self.group_size = config.heads_per_group
         self.shared_groups, self.routed_groups = self.num_shared // self.group_size, self.num_routed // self.group_size
-        self.num_heads, self.local_groups = config.num_attention_heads, len(local) // self.group_size
+        self.num_heads, self.local_groups = config.heads_of_layer(layer_idx), len(local) // self.group_size
         self.router_type, self.router_score = config.router_type, config.router_score
         self.top_k = self.top_k_of(self.num_active)
 

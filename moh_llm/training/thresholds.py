@@ -15,7 +15,6 @@ from torch import nn
 from moh_llm.devices import float64_device
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
-from moh_llm.modeling.configuration_moh_llama import FORMAT
 from moh_llm.training.budget import distant_keys
 
 PASSES = 3  # at most
@@ -136,10 +135,10 @@ def set_thresholds(network: MoHLlamaForCausalLM, found: Thresholds) -> None:
     is_local = config.head_fallback == "local"  # only windows can replace a head for good
     config.shared_heads, config.num_shared_heads = shared, [len(heads) for heads in shared]
     if is_local and any(never):
-        config.never_on_heads, config.moh_format = never, FORMAT
+        config.never_on_heads = never
     rooms = zip(found.active_heads, shared, map(config.routed_heads, range(len(shared))), strict=True)
     config.num_active_heads = [max(len(own), min(active, len(own) + len(routed))) for active, own, routed in rooms]
-    config.validate_head_plan()
+    config.complete_head_plan()
     for number, layer in enumerate(network.model.layers):
         attention, router = layer.self_attn, layer.self_attn.router
         attention.router = MoHRouter(config, number)

@@ -54,4 +54,4 @@ def test_the_oldest_gives_what_the_newest_gives(make_model, tmp_path, monkeypatc
 def test_other_versions_are_refused_in_a_line(monkeypatch, version):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     with pytest.raises(ImportError, match=rf"transformers>=5.2,!=5.3.0 is required.*found transformers=={version}"):
-        exec(compile(CONFIGURATION.read_text(), str(CONFIGURATION), "exec"), {"__name__": "published"})
+        exec(compile(CONFIGURATION.read_text(), str(CONFIGURATION), "exec"), {"__name__": "moh_llm.modeling.published"})
