@@ -26,7 +26,7 @@ import torch
 
 from moh_llm.errors import UserError
 from moh_llm.flops import fallback_keys
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
+from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaModel, MoHRouter
 from moh_llm.modeling.routing_moh import straight_through
 from moh_llm.training.config import TrainConfig
 
@@ -89,6 +89,12 @@ def planned_share(config: MoHLlamaConfig) -> float:
     return sum(config.active_heads_per_layer) / (config.num_attention_heads * config.num_hidden_layers)
 
 
+def learns_thresholds(network: MoHLlamaForCausalLM | MoHLlamaModel) -> bool:
+    """Whether training changes how many heads tokens have on: threshold routers are trained."""
+    is_learning = any(router.num_routed and router.is_trained for router in network.routers)
+    return network.config.router_type == "threshold" and is_learning
+
+
 class KeyBudget:
     """Holds the share of distant keys that a network reads at a budget, by a multiplier in the loss.
 
@@ -101,7 +107,9 @@ class KeyBudget:
         anneal_steps: steps over which the share falls from the one that the network was made for to the target.
     """
 
-    def __init__(self, network: MoHLlamaForCausalLM, device: torch.device, target: float, anneal_steps: int = 0):
+    def __init__(
+        self, network: MoHLlamaForCausalLM | MoHLlamaModel, device: torch.device, target: float, anneal_steps: int = 0
+    ):
         self.target, self.anneal_steps = target, anneal_steps
         self.start = planned_share(network.config)
         self.multiplier, self.average, self.slope = 0.0, 0.0, 0.0
@@ -144,8 +152,7 @@ def make_budget(config: TrainConfig, network: MoHLlamaForCausalLM, device: torch
 
     Raises UserError for a share of keys that heads that are off, or always on, read alone.
     """
-    learning = [router for router in network.routers if router.num_routed and router.is_trained]
-    if network.config.router_type != "threshold" or not learning:
+    if not learns_thresholds(network):
         return None
     target, asked, length = planned_share(network.config), config.objective.keys, config.data.sequence_length
     if asked is not None:

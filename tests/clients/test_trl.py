@@ -155,6 +155,21 @@ def test_every_trainer_takes_the_load_balance_loss(folders, tmp_path, kind):
     assert not torch.allclose(*routers, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trainer_holds_the_budget_of_keys(folders, tmp_path, kind):
+    model, tokenizer = load(folders["local"], remote=kind == "sft")
+    before = {key: weight.clone() for key, weight in model.named_parameters() if ".router." in key}
+    trainer = trainer_of(kind, model, tokenizer, tmp_path, moh_llm.HeadBalanceMixin)
+    trainer.train()
+    lines = trainer.state.log_history[:2]
+    if kind == "lora":  # routers are frozen
+        assert not any("keys_read" in line for line in lines)
+        return
+    assert all(0 < line["keys_read"] < 1 and 0 < line["keys_asked"] < 1 for line in lines)
+    assert lines[0]["keys_multiplier"] == 0 and trainer.state.stateful_callbacks["KeyBudget"][1] != 0
+    assert any(not weight.equal(model.get_parameter(key)) for key, weight in before.items())
+
+
 def test_a_loss_that_would_count_twice_is_refused(folders, tmp_path):
     model, tokenizer = load(folders["value"], remote=False)
     trainer = trainer_of("dpo", model, tokenizer, tmp_path, moh_llm.HeadBalanceMixin)

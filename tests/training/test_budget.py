@@ -1,14 +1,19 @@
 """The budget of keys: what the loss adds, how the multiplier follows, and the thresholds at the end of a run."""
 
+import copy
 import json
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from trained import read_log, unfinish
+from transformers import Trainer, TrainingArguments
+from ways import DDP, ROOT
 
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.training.budget import CORRECTION, MEMORY, KeyBudget, distant_keys, distant_keys_read
+from moh_llm.training.balance import HeadBalanceMixin
+from moh_llm.training.budget import CORRECTION, MEMORY, KeyBudget, distant_keys, distant_keys_read, planned_share
 from moh_llm.training.loop import train
 from moh_llm.training.parallel import make_accelerator
 from moh_llm.training.step import TrainingStep, accumulate_gradients
@@ -197,6 +202,129 @@ def test_routers_without_a_gate_gradient_stay(configure, budget_folder, read_ten
     assert record.keys_asked is None
     started, tuned = read_tensors(budget_folder), read_tensors(Path(config.output_dir) / "model")
     assert all(torch.equal(tensor, tuned[name]) for name, tensor in started.items() if ".router." in name)
+
+
+def rows_of(network: MoHLlamaForCausalLM, way: str = "packed") -> tuple[list[dict[str, torch.Tensor]], dict[str, int]]:
+    """Six steps of the same documents, packed or padded, and the sizes that a Trainer reads them with.
+
+    A token's label is what the model with all heads on predicts, so that heads that are on lower the loss.
+    """
+    documents = torch.randint(5, 200, (12, 40), generator=torch.Generator().manual_seed(0)).split((24, 16), dim=-1)
+    pieces = []
+    for ids in documents:
+        with torch.no_grad(), network.all_heads_active():
+            labels = network(ids, use_cache=False).logits.argmax(-1).roll(1, -1)
+        labels[:, 0] = -100
+        places = torch.arange(ids.shape[1]).expand_as(ids)
+        pieces.append({"input_ids": ids, "position_ids": places, "labels": labels})
+    if way.startswith("packed"):
+        steps = 2 if way.endswith("micro-batches") else 1
+        sizes = {"per_device_train_batch_size": 2 // steps, "gradient_accumulation_steps": steps}
+        return [{name: torch.cat([piece[name][i] for piece in pieces]) for name in pieces[0]} for i in range(12)], sizes
+    for piece in pieces:
+        edges = (24 - piece.pop("position_ids").shape[1], 0)[:: 1 if way == "padded left" else -1]
+        piece["attention_mask"] = torch.ones_like(piece["labels"])
+        for name, value in {"input_ids": 7, "labels": -100, "attention_mask": 0}.items():
+            piece[name] = torch.nn.functional.pad(piece[name], edges, value=value)
+    # Of the four rows of a step, two are long and two short.
+    steps = torch.arange(12).split(2)
+    rows = [{name: piece[name][i] for name in piece} for step in steps for piece in pieces for i in step]
+    return rows, {"per_device_train_batch_size": 4}
+
+
+class Unshuffled(HeadBalanceMixin, Trainer):
+    """Reads the rows in their order."""
+
+    def _get_train_sampler(self, dataset: object = None) -> None:
+        return None
+
+
+def trainer_of(network: torch.nn.Module, rows: list, folder: Path, **arguments: object) -> Unshuffled:
+    network.config.use_cache = False  # with a cache, packed documents see one another
+    given = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    given |= {"max_steps": 6, "logging_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    return Unshuffled(network, TrainingArguments(folder, **given | arguments), train_dataset=rows)
+
+
+@pytest.mark.parametrize("way", ["packed", "packed, micro-batches", "padded left", "padded right"])
+def test_a_trainer_with_the_mixin_takes_the_steps_of_a_run(configure, network, tmp_path, way: str) -> None:
+    own, (packed, _) = copy.deepcopy(network), rows_of(network)
+    rows, sizes = rows_of(network, way)
+    trainer = trainer_of(network, rows, tmp_path, **sizes)
+    trainer.train()
+    config = configure(**{"objective.kind": "cross_entropy", "optimizer.max_grad_norm": None, "data.batch_size": 2})
+    accelerator, step = make_accelerator(config), TrainingStep(own, None, config.objective).train()
+    budget = KeyBudget(own, accelerator.device, planned_share(own.config))
+    for number, line in enumerate(trainer.state.log_history[:6]):
+        own.zero_grad()
+        batch = {name: torch.stack([row[name] for row in packed[2 * number :][:2]]) for name in packed[0]}
+        losses, _ = accumulate_gradients(accelerator, step, batch, config, 0.0, budget)
+        assert line["keys_multiplier"] == pytest.approx(budget.multiplier, rel=1e-4)
+        assert line["loss"] == pytest.approx(losses.total(0.0, budget.multiplier), rel=1e-4)
+        far = float(distant_keys(own.config, batch["position_ids"]).sum() / (batch["position_ids"] + 1).sum())
+        for name, share in (("keys_read", losses.distant_read), ("keys_asked", budget.target)):
+            assert line[name] == pytest.approx(1 - far * (1 - share), rel=1e-4)
+        with torch.no_grad():
+            for weight in own.parameters():
+                weight -= 0 if weight.grad is None else weight.grad
+        budget.update(losses.distant_read, losses.distant_slope, number)
+        assert budget.multiplier > 0.1
+    for name, weight in own.named_parameters():
+        torch.testing.assert_close(network.get_parameter(name), weight, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("network", ["head"], indirect=True)
+def test_a_trainer_resumes_with_its_multiplier(network, tmp_path) -> None:
+    rows, sizes = rows_of(network)
+    whole = trainer_of(network, rows, tmp_path, save_steps=3, **sizes)
+    whole.train()
+    resumed = trainer_of(network, rows, tmp_path, save_steps=3, **sizes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    names = ("step", "loss", "keys_read", "keys_multiplier")
+    ours, theirs = ([[line.get(n) for n in names] for line in t.state.log_history[:6]] for t in (resumed, whole))
+    assert ours == theirs and ours[3][3] > 0
+
+
+@pytest.mark.parametrize("network", ["head"], indirect=True)
+def test_a_trainer_leaves_frozen_routers_alone(network, tmp_path) -> None:
+    for router in network.routers:
+        router.requires_grad_(False)
+    rows, sizes = rows_of(network)
+    trainer = trainer_of(network, rows, tmp_path, **sizes | {"max_steps": 1})
+    trainer.train()
+    assert "keys_multiplier" not in trainer.state.log_history[0]
+
+
+BOTH = """
+import json
+import sys
+import torch
+from moh_llm.modeling import MoHLlamaForCausalLM
+from tests.training.test_budget import trainer_of
+network = MoHLlamaForCausalLM.from_pretrained(sys.argv[1])
+trainer = trainer_of(network, torch.load(sys.argv[2]), sys.argv[1], per_device_train_batch_size=2)
+trainer.train()
+print(json.dumps(trainer.state.log_history[:6]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", ["head"], indirect=True)
+def test_two_processes_of_a_trainer_have_the_multiplier_of_one(network, tmp_path) -> None:
+    network.save_pretrained(tmp_path)
+    rows, sizes = rows_of(network, "padded right")
+    torch.save(rows, tmp_path / "rows")
+    trainer = trainer_of(network, rows, tmp_path, **sizes)
+    trainer.train()
+    words = ("-c", BOTH, tmp_path, tmp_path / "rows")
+    done = forks.run(*words, folder=ROOT, environment=DDP | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    of_both = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{")]
+    assert len(of_both) == 2 and all(line["keys_multiplier"] > 0.1 for line in of_both[0][1:])
+    for lines in of_both:
+        for line, wanted in zip(lines, trainer.state.log_history, strict=False):
+            for name in ("keys_multiplier", "keys_read", "keys_asked"):
+                assert line[name] == pytest.approx(wanted[name], rel=1e-4)
 
 
 STORIES = "data/checkpoints/stories260K-hf"
