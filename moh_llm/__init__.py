@@ -19,12 +19,7 @@ for _name in ("PYTORCH_ENABLE_MPS_FALLBACK", "PYTORCH_ENABLE_XPU_FALLBACK"):
 if TYPE_CHECKING:
     from moh_llm.api import convert, evaluate, publish, to_dense, train
     from moh_llm.attention.cache import MoHCache
-    from moh_llm.modeling import (
-        MoHLlamaConfig,
-        MoHLlamaForCausalLM,
-        MoHLlamaForSequenceClassification,
-        MoHLlamaModel,
-    )
+    from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaForSequenceClassification, MoHLlamaModel
     from moh_llm.training.balance import HeadBalanceMixin
 
 __all__ = [

@@ -38,11 +38,7 @@ class LayerPass:
 
 
 @torch.no_grad()
-def watch(
-    model: MoHLlamaPreTrainedModel,
-    batches: Iterable[Batch],
-    take: Callable[[LayerPass], None],
-) -> int:
+def watch(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch], take: Callable[[LayerPass], None]) -> int:
     """Run the decoder over batches and pass each layer's states to ``take``; returns the number of tokens.
 
     Args:

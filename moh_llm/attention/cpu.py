@@ -19,15 +19,7 @@ from torch.nn.functional import pad
 
 from moh_llm.attention.call import Call, Kinds
 from moh_llm.attention.cpu_near import near_attention
-from moh_llm.attention.cpu_parts import (
-    attention_of_spans,
-    causal_attention,
-    kept,
-    places_of,
-    put,
-    states_of,
-    take,
-)
+from moh_llm.attention.cpu_parts import attention_of_spans, causal_attention, kept, places_of, put, states_of, take
 from moh_llm.attention.cpu_selected import attention_of_step, equal_runs, write_selected
 from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen, can_be_read

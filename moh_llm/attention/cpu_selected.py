@@ -140,12 +140,7 @@ def _runs(
 
 
 def _write_step(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    flags: list[bool],
-    scaling: float,
+    out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, flags: list[bool], scaling: float
 ) -> None:
     """Write attention of queries `[N, 1, M, D]` to keys `[N, 1, S, D]` of the key-value heads whose flag is true.
 

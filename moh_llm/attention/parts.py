@@ -97,13 +97,7 @@ class _Part(NamedTuple):
 
 
 def _parts(
-    first: torch.Tensor,
-    seen: Seen,
-    kinds: Kinds,
-    key: torch.Tensor,
-    scaling: float,
-    kernels: Kernels,
-    gradients: bool,
+    first: torch.Tensor, seen: Seen, kinds: Kinds, key: torch.Tensor, scaling: float, kernels: Kernels, gradients: bool
 ) -> tuple[list[_Part], torch.Tensor]:
     """All parts, the ones with a log-sum-exp first, and the place of each row in their concatenation, `[B * T * H]`."""
     tokens, heads = first.shape[1:]

@@ -37,12 +37,7 @@ def run(args: argparse.Namespace) -> int:
     mixture = load_mixture(args.mixture)
     tokenizer = TextTokenizer.load(args.tokenizer, rows_beside(args.tokenizer))
     record = tokenize_mixture(
-        mixture,
-        tokenizer,
-        args.output_dir,
-        workers=args.workers,
-        executor=args.executor,
-        executor_args=executor_args,
+        mixture, tokenizer, args.output_dir, workers=args.workers, executor=args.executor, executor_args=executor_args
     )
     if record is None:
         say(f"submitted to Slurm; the last job writes {args.output_dir}/mixture.json")

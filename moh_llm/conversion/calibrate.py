@@ -176,10 +176,7 @@ def _backward(
     attention = layer.layers[0].self_attn
     seen: dict[str, list[torch.Tensor]] = {"inputs": [], "heads": [], "values": [], "gradients": []}
     local: list[LocalSample] = []
-    with (
-        _recording(attention, seen, local, sight),
-        safe_open(file, framework="pt", device=str(base.device)) as stored,
-    ):
+    with _recording(attention, seen, local, sight), safe_open(file, framework="pt", device=str(base.device)) as stored:
         for i, position_ids in enumerate(positions):
             states = stored.get_tensor(str(i)).clone().requires_grad_(True)
             with torch.enable_grad():
@@ -206,10 +203,7 @@ def _backward(
 
 @contextmanager
 def _recording(
-    attention: nn.Module,
-    seen: dict[str, list[torch.Tensor]],
-    local: list[LocalSample],
-    sight: tuple[int, int] | None,
+    attention: nn.Module, seen: dict[str, list[torch.Tensor]], local: list[LocalSample], sight: tuple[int, int] | None
 ) -> Iterator[None]:
     """Collect inputs, head outputs, values and gradients, a row per token, and samples of local attention."""
 

@@ -47,10 +47,7 @@ _TOKENIZER_FILES = {*TOKENIZERS, "special_tokens_map.json", "added_tokens.json",
 
 
 def write_weights(
-    folder: Path,
-    base: BaseCheckpoint,
-    routing: dict[str, torch.Tensor],
-    dtype: torch.dtype | None = None,
+    folder: Path, base: BaseCheckpoint, routing: dict[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> dict[str, str]:
     """Write the weights of a converted model, or without routing tensors those of the dense base.
 

@@ -14,13 +14,7 @@ from moh_llm.conversion.layers import LayerwiseModel, run_layer
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch, LogitsOf, compare_to_reference
 from moh_llm.progress import TextProgress
-from moh_llm.records.conversion import (
-    AllHeadsActive,
-    Figures,
-    PositionFigures,
-    RetrievalFigures,
-    Verification,
-)
+from moh_llm.records.conversion import AllHeadsActive, Figures, PositionFigures, RetrievalFigures, Verification
 
 DISTANCES = (512, 1024, 2048, 4096, 7000)  # tokens between a fact of a prompt and the question about it
 EDGES = (0, 512, 2048)  # positions that divide the figures of long contexts
@@ -28,10 +22,7 @@ EDGES = (0, 512, 2048)  # positions that divide the figures of long contexts
 
 @torch.no_grad()
 def verify(
-    base: LayerwiseModel,
-    converted: LayerwiseModel,
-    batches: Sequence[Batch],
-    prompt: Prompt | None = None,
+    base: LayerwiseModel, converted: LayerwiseModel, batches: Sequence[Batch], prompt: Prompt | None = None
 ) -> Verification:
     """Compare a converted model with its base.
 

@@ -81,12 +81,7 @@ class TextTokenizer:
     """
 
     def __init__(
-        self,
-        backend: Tokenizer,
-        end: int | None,
-        name: str,
-        chat: ChatTemplate | None = None,
-        rows: int | None = None,
+        self, backend: Tokenizer, end: int | None, name: str, chat: ChatTemplate | None = None, rows: int | None = None
     ):
         # A copy, since the caller's may truncate and pad.
         self.backend = Tokenizer.from_str(backend.to_str())

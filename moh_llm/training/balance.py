@@ -12,8 +12,6 @@ from moh_llm.modeling.routing_moh import load_balancing_loss
 from moh_llm.modeling.seen_moh import Seen
 from moh_llm.training.budget import KeyBudget, distant_keys, distant_keys_read, learns_thresholds, planned_share
 
-STATE = "KeyBudget"  # name of the multiplier in the trainer's state
-
 
 class HeadBalanceMixin:
     """Adds to the loss of a `transformers.Trainer` what routers need: load balance, or the budget of keys.
@@ -106,7 +104,7 @@ class HeadBalanceMixin:
             self._budget = KeyBudget(backbone, self.accelerator.device, planned_share(backbone.config))
             self._backbone, self._sums = backbone, []
         # A resumed run has the state of its checkpoint, and another run a new one.
-        self._budget.multiplier, self._budget.average = self.state.stateful_callbacks.get(STATE, (0.0, 0.0))
+        self._budget.multiplier, self._budget.average = self.state.stateful_callbacks.get("KeyBudget", (0.0, 0.0))
         return self._budget
 
     def _loss_of_keys(self: Any, keys: torch.Tensor) -> torch.Tensor:
@@ -130,7 +128,7 @@ class HeadBalanceMixin:
                 budget.slope /= self.accelerator.scaler.get_scale()
             if math.isfinite(budget.slope):
                 budget.update(read, slope / len(self._sums), self.state.global_step)
-                self.state.stateful_callbacks[STATE] = [budget.multiplier, budget.average]
+                self.state.stateful_callbacks["KeyBudget"] = [budget.multiplier, budget.average]
             self._sums = []
         return loss
 

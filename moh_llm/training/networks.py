@@ -14,14 +14,7 @@ from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.errors import UserError, reason
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.records.model import licence_texts, read_config, read_weight_map
-from moh_llm.records.tensors import (
-    Tensors,
-    check_tensors,
-    empty_model,
-    is_fallback_weight,
-    is_routing_weight,
-    is_tied,
-)
+from moh_llm.records.tensors import Tensors, check_tensors, empty_model, is_fallback_weight, is_routing_weight, is_tied
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.reference import Reference
 
