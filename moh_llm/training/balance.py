@@ -127,7 +127,7 @@ class HeadBalanceMixin:
             if self.accelerator.scaler is not None:
                 budget.slope /= self.accelerator.scaler.get_scale()
             if math.isfinite(budget.slope):
-                budget.update(read, slope / len(self._sums), self.state.global_step)
+                budget.update(read, slope / len(self._sums))
                 self.state.stateful_callbacks["KeyBudget"] = [budget.multiplier, budget.average]
             self._sums = []
         return loss

@@ -104,15 +104,10 @@ class KeyBudget:
         network: a MoH model with threshold routers, which add `shift` to their scores from now on.
         device: where `shift` is.
         target: share of the distant keys that the network may read.
-        anneal_steps: steps over which the share falls from the one that the network was made for to the target.
     """
 
-    def __init__(
-        self, network: MoHLlamaForCausalLM | MoHLlamaModel, device: torch.device, target: float, anneal_steps: int = 0
-    ):
-        self.target, self.anneal_steps = target, anneal_steps
-        self.start = planned_share(network.config)
-        self.multiplier, self.average, self.slope = 0.0, 0.0, 0.0
+    def __init__(self, network: MoHLlamaForCausalLM | MoHLlamaModel, device: torch.device, target: float):
+        self.target, self.multiplier, self.average, self.slope = target, 0.0, 0.0, 0.0
         self.shift = torch.zeros((), device=device, requires_grad=True)
         for router in network.routers:
             if router.num_routed:
@@ -126,25 +121,18 @@ class KeyBudget:
         gradient, self.shift.grad = self.shift.grad, None
         return torch.zeros_like(self.shift.detach()) if gradient is None else gradient
 
-    def target_of(self, step: int) -> float:
-        """The share of distant keys that the step after ``step`` steps may read."""
-        if step >= self.anneal_steps:
-            return self.target
-        return self.start + (self.target - self.start) * step / self.anneal_steps
-
-    def update(self, read: float, read_slope: float, step: int) -> None:
+    def update(self, read: float, read_slope: float) -> None:
         """Choose the multiplier of the next step.
 
         Args:
             read: share of the distant keys that this step read.
             read_slope: derivative of ``read`` with respect to `shift`.
-            step: number of steps made before this one.
         """
         if read_slope <= 0:
             return  # the text has no token with distant keys
         found = self.multiplier - self.slope / read_slope  # `slope` less the budget's own part
         self.average = MEMORY * self.average + (1 - MEMORY) * found if self.average else found
-        self.multiplier = max(0.0, self.average * (1 + CORRECTION * (read / self.target_of(step) - 1)))
+        self.multiplier = max(0.0, self.average * (1 + CORRECTION * (read / self.target - 1)))
 
 
 def make_budget(config: TrainConfig, network: MoHLlamaForCausalLM, device: torch.device) -> KeyBudget | None:
@@ -164,4 +152,4 @@ def make_budget(config: TrainConfig, network: MoHLlamaForCausalLM, device: torch
                 f"objective.keys={asked} is not above {least:.3f}, the share that always-on heads and windows read of "
                 f"data.sequence_length={length} tokens: raise it"
             )
-    return KeyBudget(network, device, target, config.schedule.anneal_steps)
+    return KeyBudget(network, device, target)

@@ -28,6 +28,7 @@ _REMOVED = {
     "output": "output_dir names the folder of the run",
     "quantization": "lora trains adapters over weights in their own dtype; zero3 and fsdp2 divide these",
     "save_dtype": "weights are saved in the dtype of model, which moh-llm convert --dtype chooses",
+    "schedule.anneal_steps": "objective.keys holds from the first step",
     "schedule.start_learning_rate": "warm-up rises from 1e-5",
     "shared_heads": "moh-llm convert chooses shared heads: --num-shared-heads, shared: importance",
 }
@@ -88,10 +89,6 @@ class ScheduleConfig:
 
     final_learning_rate: NonNegativeFloat = 5e-6
     """Learning rate of the last step."""
-
-    anneal_steps: NonNegativeInt = 0
-    """Steps over which the keys that are read fall to `objective.keys`; 0: at once. They begin at the share that the
-    conversion asked for."""
 
 
 @options("objective")

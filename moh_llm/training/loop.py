@@ -252,7 +252,7 @@ class _Training:
             nets.optimizer.step()
             self.updates += 1
             if self.budget is not None:
-                self.budget.update(losses.distant_read, losses.distant_slope, step - 1)
+                self.budget.update(losses.distant_read, losses.distant_slope)
         nets.optimizer.zero_grad()
         line = step_line(step, losses, beta, rates, norm, config, began, multiplier)
         if multiplier is not None:

@@ -104,18 +104,18 @@ def test_a_step_minimises_task_and_budget_together(configure, network) -> None:
 def test_multiplier_is_the_slope_of_the_task_over_that_of_the_keys(network) -> None:
     budget = KeyBudget(network, torch.device("cpu"), target=0.4)
     budget.slope = -0.3  # more heads lower the task's loss by 0.3 for each unit of the shift
-    budget.update(read=0.4, read_slope=0.1, step=0)
+    budget.update(read=0.4, read_slope=0.1)
     assert budget.multiplier == pytest.approx(3.0)
     budget.slope = -0.1 + budget.multiplier * 0.1  # the task's part is -0.1
-    budget.update(read=0.44, read_slope=0.1, step=1)
+    budget.update(read=0.44, read_slope=0.1)
     average = MEMORY * 3.0 + (1 - MEMORY) * 1.0
     assert budget.multiplier == pytest.approx(average * (1 + CORRECTION * 0.1))  # it reads a tenth too much
     before = budget.multiplier
-    budget.update(read=0.0, read_slope=0.0, step=2)  # no token has distant keys
+    budget.update(read=0.0, read_slope=0.0)  # no token has distant keys
     assert budget.multiplier == before
     budget.slope = 10.0  # fewer heads would be better: nothing has to hold them down
     budget.average = -1.0
-    budget.update(read=0.4, read_slope=0.1, step=3)
+    budget.update(read=0.4, read_slope=0.1)
     assert budget.multiplier == 0.0
 
 
