@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Floating dtypes of weights by their names in a safetensors header; others hold quantised weights.
 FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# In attention of text models, of vision transformers, and of DiT.
+_ROUTING = re.compile(r"\.(self_attn|attention|attn1\.processor)\.(router|fallback)\.")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Tensors:
 
 def is_routing_weight(name: str) -> bool:
     """Whether a tensor of that name belongs to a router or a fallback, which a MoH model has beside its dense base."""
-    return ".self_attn.router." in name or ".self_attn.fallback." in name
+    return _ROUTING.search(name) is not None
 
 
 def is_fallback_weight(name: str) -> bool:

@@ -1,0 +1,34 @@
+"""MoH models of images: MoH-ViT on transformers' ViT, DeiT and DINOv2.
+
+Importing this package registers the vision transformers with the Auto classes. What their configurations save includes
+the files `CODE`, which load the model where MoH-LLM is not installed.
+"""
+
+from pathlib import Path
+
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+
+import moh_llm.modeling
+from moh_llm.vision import modeling_moh_vit as _models
+from moh_llm.vision.configuration_moh_vit import MoHDeiTConfig, MoHDinov2Config, MoHViTConfig
+
+# Files of this folder and of `moh_llm.modeling`; they import torch, transformers and one another only.
+CODE = ("configuration_moh_vit.py", "modeling_moh_vit.py", "gated_heads_moh.py")
+CODE += ("head_plan_moh.py", "heads_moh.py", "routing_moh.py")
+
+
+def write_code(folder: str | Path) -> None:
+    """Write the files of the model's code side by side, so that they import one another by relative names."""
+    for name in CODE:
+        own = Path(__file__).with_name(name)
+        text = (own if own.exists() else Path(moh_llm.modeling.__file__).with_name(name)).read_text(encoding="utf-8")
+        text = text.replace("from moh_llm.modeling.", "from .").replace("from moh_llm.vision.", "from .")
+        Path(folder, name).write_text(text, encoding="utf-8")
+
+
+for _config in (MoHViTConfig, MoHDeiTConfig, MoHDinov2Config):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    for _auto, _kind in ((AutoModel, "Model"), (AutoModelForImageClassification, "ForImageClassification")):
+        _auto.register(_config, getattr(_models, _config.__name__.replace("Config", _kind)), exist_ok=True)
+
+__all__ = ["CODE", "MoHDeiTConfig", "MoHDinov2Config", "MoHViTConfig", "write_code"]
