@@ -1,14 +1,17 @@
-"""MoH models of images: MoH-ViT on transformers' ViT, DeiT and DINOv2.
+"""MoH models of images: MoH-ViT on transformers' ViT, DeiT and DINOv2, and MoH-DiT on diffusers' DiT.
 
 Importing this package registers the vision transformers with the Auto classes. What their configurations save includes
-the files `CODE`, which load the model where MoH-LLM is not installed.
+the files `CODE`, which load the model where MoH-LLM is not installed. DiT's classes are imported when they are used.
 """
 
+import importlib.util
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
 import moh_llm.modeling
+from moh_llm.errors import UserError
 from moh_llm.vision import modeling_moh_vit as _models
 from moh_llm.vision.configuration_moh_vit import MoHDeiTConfig, MoHDinov2Config, MoHViTConfig
 
@@ -30,5 +33,14 @@ for _config in (MoHViTConfig, MoHDeiTConfig, MoHDinov2Config):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     for _auto, _kind in ((AutoModel, "Model"), (AutoModelForImageClassification, "ForImageClassification")):
         _auto.register(_config, getattr(_models, _config.__name__.replace("Config", _kind)), exist_ok=True)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("DiTHeadPlan", "MoHDiTTransformer2DModel"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if importlib.util.find_spec("diffusers") is None:
+        raise UserError("DiT needs the package diffusers, which is not installed: pip install 'moh-llm[vision]'")
+    return getattr(importlib.import_module("moh_llm.vision.modeling_moh_dit"), name)
+
 
 __all__ = ["CODE", "MoHDeiTConfig", "MoHDinov2Config", "MoHViTConfig", "write_code"]
