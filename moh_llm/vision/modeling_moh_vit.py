@@ -60,12 +60,6 @@ class VisionModel(RoutedModel):
     """A mixin for backbones and classifiers: `routers`, `set_active_heads`, and router logits in the output."""
 
     _layers = "layers"  # where the layers are in the backbone
-    _attention: type  # the family's attention
-
-    def _set_attention(self) -> None:
-        for index, layer in enumerate(self.get_submodule(self._layers)):
-            layer.attention = self._attention(self.config, index)
-        self.post_init()
 
     @property
     def routers(self) -> list[MoHRouter]:
@@ -103,6 +97,29 @@ class VisionModel(RoutedModel):
         return outputs
 
 
+class VisionBackbone(VisionModel):
+    """A mixin that puts the family's gated attention into each layer."""
+
+    def __init__(self, config: VisionHeadPlan, **kwargs: Any):
+        super().__init__(config, **kwargs)
+        if hasattr(self, "encoder"):
+            self.encoder = self._encoder(config)
+        for index, layer in enumerate(self.get_submodule(self._layers)):
+            layer.attention = self._attention(config, index)
+        self.post_init()
+
+
+class VisionClassifier(VisionModel):
+    """A mixin that puts the family's gated backbone under its head."""
+
+    _no_pooler = {"add_pooling_layer": False}
+
+    def __init__(self, config: VisionHeadPlan):
+        super().__init__(config)
+        setattr(self, self.base_model_prefix, self._backbone(config, **self._no_pooler))
+        self.post_init()
+
+
 class MoHViTAttention(VisionAttention, ViTAttention):
     """ViT's attention with gates."""
 
@@ -115,76 +132,50 @@ class MoHDinov2Attention(VisionAttention, Dinov2Attention):
     """DINOv2's attention with gates."""
 
 
-class MoHViTModel(VisionModel, ViTModel):
+class MoHViTModel(VisionBackbone, ViTModel):
     """ViT without a head on top."""
 
     config: MoHViTConfig
     _attention = MoHViTAttention
 
-    def __init__(self, config: MoHViTConfig, add_pooling_layer: bool = True):
-        super().__init__(config, add_pooling_layer=add_pooling_layer)
-        self._set_attention()
 
-
-class MoHDeiTModel(VisionModel, DeiTModel):
+class MoHDeiTModel(VisionBackbone, DeiTModel):
     """DeiT without a head on top."""
 
     config: MoHDeiTConfig
     _attention = MoHDeiTAttention
-
-    def __init__(self, config: MoHDeiTConfig, add_pooling_layer: bool = True):
-        super().__init__(config, add_pooling_layer=add_pooling_layer)
-        self._set_attention()
 
 
 class MoHDinov2Encoder(RoutedModel, Dinov2Encoder):
     """DINOv2's layers, which transformers initialises as a model of their own."""
 
 
-class MoHDinov2Model(VisionModel, Dinov2Model):
+class MoHDinov2Model(VisionBackbone, Dinov2Model):
     """DINOv2 without a head on top."""
 
     config: MoHDinov2Config
-    _layers, _attention = "encoder.layer", MoHDinov2Attention
-
-    def __init__(self, config: MoHDinov2Config):
-        super().__init__(config)
-        self.encoder = MoHDinov2Encoder(config)
-        self._set_attention()
+    _layers, _attention, _encoder = "encoder.layer", MoHDinov2Attention, MoHDinov2Encoder
 
 
-class MoHViTForImageClassification(VisionModel, ViTForImageClassification):
+class MoHViTForImageClassification(VisionClassifier, ViTForImageClassification):
     """ViT with a linear head on the class token."""
 
     config: MoHViTConfig
-
-    def __init__(self, config: MoHViTConfig):
-        super().__init__(config)
-        self.vit = MoHViTModel(config, add_pooling_layer=False)
-        self.post_init()
+    _backbone = MoHViTModel
 
 
-class MoHDeiTForImageClassification(VisionModel, DeiTForImageClassification):
+class MoHDeiTForImageClassification(VisionClassifier, DeiTForImageClassification):
     """DeiT with a linear head on the class token."""
 
     config: MoHDeiTConfig
-
-    def __init__(self, config: MoHDeiTConfig):
-        super().__init__(config)
-        self.deit = MoHDeiTModel(config, add_pooling_layer=False)
-        self.post_init()
+    _backbone = MoHDeiTModel
 
 
-class MoHDinov2ForImageClassification(VisionModel, Dinov2ForImageClassification):
+class MoHDinov2ForImageClassification(VisionClassifier, Dinov2ForImageClassification):
     """DINOv2 with a linear head on the class token and the mean of the patches."""
 
     config: MoHDinov2Config
-    _layers = MoHDinov2Model._layers
-
-    def __init__(self, config: MoHDinov2Config):
-        super().__init__(config)
-        self.dinov2 = MoHDinov2Model(config)
-        self.post_init()
+    _layers, _backbone, _no_pooler = "encoder.layer", MoHDinov2Model, {}
 
 
 # Tensors have the names of the base's files, which are not those of its modules.
