@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--suite",
         default="paper",
         type=expand_home,
-        help="paper, paper_stage1, scratch, or a YAML file (default: paper)",
+        help="paper, paper_stage1, scratch, ruler, or a YAML file (default: paper)",
     )
 
 

@@ -16,9 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the pages into the run's folder. Raises UserError where there is no run that has begun."""
-    from moh_llm.evaluation.report import write_pages
+    from moh_llm.evaluation.report import write_report
     from moh_llm.evaluation.runs import read_run
 
-    write_pages(args.run_folder, None, [read_run(args.run_folder)])
+    write_report(args.run_folder, None, [read_run(args.run_folder)])
     say(f"report: {args.run_folder / 'report.html'}, report.md")
     return 0

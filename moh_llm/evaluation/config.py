@@ -31,7 +31,7 @@ class EvaluationConfig:
     """Folder or Hub id of the base. It is scored in the same run, and the models are compared with it."""
 
     suite: Place = "paper"
-    """`paper`, `paper_stage1`, `scratch`, `smoke`, or a YAML file."""
+    """`paper`, `paper_stage1`, `scratch`, `ruler`, `smoke`, or a YAML file."""
 
     data_dir: Folder | None = None
     """Folder of local benchmark data. Files are `<dataset, / as __>/<config>/<split>.jsonl`, as `moh-llm data

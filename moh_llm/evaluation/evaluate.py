@@ -22,6 +22,7 @@ from moh_llm.evaluation.models import check_model, has_heads_off, label_models
 from moh_llm.evaluation.processes import Finished, connect, disconnect
 from moh_llm.evaluation.record import build_record, write_samples
 from moh_llm.evaluation.report import write_report
+from moh_llm.evaluation.ruler import prepare
 from moh_llm.evaluation.runner import score
 from moh_llm.evaluation.runs import read_runs_behind
 from moh_llm.evaluation.suite import Suite, load_suite
@@ -78,7 +79,7 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
         UserError: an option, a model, the data or the output folder cannot be used.
     """
     # 1. The tasks of the suite, and the models by label.
-    suite, models = _check(options)
+    suite, models = _check(options, say)
     team = connect()
     with contextlib.ExitStack() as held:
         connection = held.enter_context(contextlib.ExitStack())
@@ -123,7 +124,7 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, 
         return Evaluation(record, options.output_dir, finished.folder if finished.folder.is_dir() else None)
 
 
-def _check(options: EvaluationConfig) -> tuple[Suite, dict[str, str]]:
+def _check(options: EvaluationConfig, say: Callable[[str], None]) -> tuple[Suite, dict[str, str]]:
     """The suite, and the models by label. Refuses what can be refused before anything slow begins."""
     suite = load_suite(options.suite)
     models = label_models(options.models, options.base)
@@ -132,7 +133,7 @@ def _check(options: EvaluationConfig) -> tuple[Suite, dict[str, str]]:
     require_lm_eval()
     for model in models.values():
         check_model(model)
-    return suite, models
+    return prepare(suite, list(models.values()), say), models
 
 
 def analyse_models(
@@ -146,18 +147,8 @@ def analyse_models(
 ) -> dict[str, dict[str, Any]]:
     """Analyse the heads of each of ``models`` (label to path or Hub id) that has heads off, one in memory at a time.
 
-    Args:
-        models: dense models and those with every head on are left out.
-        suite: the benchmarks whose text is read.
-        data_dir: as `score` takes it.
-        device: the torch device; this process works alone.
-        dtype: name of the torch dtype.
-        say: receives a line for each stage.
-        limit: items of each benchmark, if fewer than `ANALYSED_ITEMS` are scored.
-
-    Returns:
-        By label, the record of `moh_llm.analysis.record.analyse`; or ``{"error": ...}``, in one line, for
-        a model whose analysis failed.
+    ``limit`` counts items if fewer than `ANALYSED_ITEMS` are scored. Returns by label the record of
+    `moh_llm.analysis.record.analyse`, or ``{"error": ...}``, in one line, of a model whose analysis failed.
     """
     found: dict[str, dict[str, Any]] = {}
     texts: dict[str, list[str]] = {}
@@ -196,12 +187,8 @@ def prompts(loaded: list[Loaded], items: int, say: Callable[[str], None] = lambd
     """The first items of each benchmark as they are scored: examples, question and right answer in one string.
 
     Answers that a model writes itself are left out. The items of a benchmark of several tasks are spread over them and
-    taken in turn.
-
-    Args:
-        loaded: the benchmarks. Their tasks are left with the requests of these items.
-        items: largest number of items per benchmark.
-        say: receives a line for each benchmark that is left out because its text cannot be built.
+    taken in turn. The tasks are left with the requests of these items. A benchmark whose text cannot be built is left
+    out, with a line.
     """
     texts = {}
     for one in loaded:

@@ -116,9 +116,7 @@ def has_heads_off(model: str) -> bool:
 def describe_model(model: str, records: FolderRecords | None) -> dict[str, Any]:
     """Fields of a `ModelRecord` from a model's folder: its type, heads, and what its records say.
 
-    Args:
-        model: folder or Hub id; of a model on the Hub nothing is known.
-        records: of the folder; if they are not of the model in it, the report says why and takes nothing from them.
+    Of a model on the Hub nothing is known. From records that are not of the model beside them nothing is taken.
     """
     folder = Path(model)
     about: dict[str, Any] = {"model": model}

@@ -9,7 +9,7 @@ from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.models import describe_model, other_base
 from moh_llm.evaluation.processes import Finished, file_name
 from moh_llm.evaluation.runner import ModelScores, Score, installed_versions
-from moh_llm.evaluation.suite import Benchmark, Suite
+from moh_llm.evaluation.suite import HAYSTACK, Benchmark, Suite
 from moh_llm.evaluation.tasks import SEEDS
 from moh_llm.records.evaluation import (
     VERSION,
@@ -33,6 +33,8 @@ def build_record(
     from_hub = suite.data_folder(options.data_dir) is None
     rows = [_row(benchmark, scores, from_hub) for benchmark in suite.benchmarks]
     source = "Hugging Face Hub" if options.data_dir is None else str(options.data_dir)
+    if all(benchmark.lengths for benchmark in suite.benchmarks):
+        source = f"made, with needles in the text of {options.data_dir or HAYSTACK}"
     compared = {label: label != "base" and "base" in scores for label in scores}
     return EvaluationRecord(
         version=VERSION,
@@ -67,12 +69,9 @@ def write_samples(folder: Path, report: EvaluationRecord, finished: Finished) ->
 
 
 def _average_rows(rows: Sequence[Row], compared: dict[str, bool], columns: Sequence[str]) -> Average:
-    """Plain means over the benchmarks that every model has a score on, and its difference if it has a base.
+    """Plain means over the benchmarks that every model has a score on, and differences of those that are ``compared``.
 
-    Args:
-        rows: all benchmarks.
-        compared: by label, whether the model is compared with the base.
-        columns: the published columns. Their averages are over the same benchmarks; None if a figure is missing.
+    Those of the published ``columns`` are over the same benchmarks; None if a figure is missing.
     """
     complete = [
         row
@@ -133,11 +132,11 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
         name=name,
         shots=benchmark.shots,
         metric=benchmark.metric if benchmark.filter == "none" else f"{benchmark.metric} ({benchmark.filter})",
-        dataset=benchmark.dataset,
+        dataset=HAYSTACK if benchmark.lengths and from_hub else benchmark.dataset,
         dataset_config=configs.pop() if len(configs) == 1 else None,  # None where several are read as one benchmark
         revision=benchmark.revision if from_hub else None,
         # The Hub's is a digest of `datasets`' fingerprints, other ones in other versions of it: the commit says more.
-        data_sha256=None if from_hub else digest,
+        data_sha256=None if from_hub and not benchmark.lengths else digest,
         eval_split=benchmark.eval_split,
         fewshot_split=benchmark.fewshot_split,
         items_in_full=benchmark.items,

@@ -88,9 +88,7 @@ def html_templates() -> Environment:
 def markdown_templates(package: str, clean: Callable[[Any], str] = visible) -> Environment:
     """The templates of a package in Markdown, with the filters `table`, `code` and `verbatim`.
 
-    Args:
-        package: holds a folder ``templates``.
-        clean: makes one line of a value: `visible` (default), or `plain` for pages that are published.
+    ``clean`` makes one line of a value: `visible`, or `plain` for pages that are published.
     """
 
     def text(value: Any) -> str:

@@ -23,20 +23,13 @@ from moh_llm.records.evaluation import EvaluationRecord, Value
 _RAW, _DRAWN = 200, 400
 
 
-def write_report(folder: Path, evaluation: EvaluationRecord, training: Sequence[TrainingRun] = ()) -> None:
-    """Write ``report.html``, ``report.md`` and ``report.json``, the evaluation's record.
+def write_report(folder: Path, evaluation: EvaluationRecord | None, training: Sequence[TrainingRun] = ()) -> None:
+    """Write ``report.html`` and ``report.md``, in place of earlier ones, of an evaluation and the training behind it.
 
-    Args:
-        folder: an empty folder.
-        evaluation: the evaluation.
-        training: the training runs that made the models. The pages show them in short.
+    Beside them goes ``report.json``, the evaluation's record; without an evaluation the pages are of one training run.
     """
-    write_json(folder / "report.json", evaluation.content())
-    write_pages(folder, evaluation, training)
-
-
-def write_pages(folder: Path, evaluation: EvaluationRecord | None, training: Sequence[TrainingRun]) -> None:
-    """Write ``report.html`` and ``report.md``, in place of earlier ones; without an evaluation, of one training run."""
+    if evaluation:
+        write_json(folder / "report.json", evaluation.content())
     for name in ("report.md", "report.html"):
         write_text(folder / name, render(name, evaluation, training))
 
@@ -90,10 +83,7 @@ def _interval(found: Value | None, lowest: float = 0) -> Interval | None:
 
 
 def cost_charts(analyses: Mapping[str, dict[str, Any]], labels: Sequence[str]) -> list[Chart]:
-    """Theoretical FLOPs and measured seconds of a forward pass by length, as ratios to the dense base (Tab. 7).
-
-    ``labels``: of all models of the page, which decide on colours.
-    """
+    """Theoretical FLOPs and measured seconds of a forward pass by length, as ratios to the dense base (Tab. 7)."""
     notes = {
         "flops": ("Theoretical FLOPs", "FLOPs that could be skipped of heads that are off are not counted."),
         "seconds": ("Measured time", "The base is the same weights through its own attention, on the same device."),

@@ -144,7 +144,7 @@ def is_at_chance(margin: Value) -> bool:
 
 
 def chance_scores(benchmark: Benchmark, tasks: "list[ConfigurableTask]", limit: int | None = None) -> Strata | None:
-    """The expected score of a uniform guess on each item; None if the suite has no chance rule for the benchmark.
+    """The expected score of a guess on each item; None if the suite has no chance rule for the benchmark.
 
     ``limit``: number of rows that are scored of each task. Raises UserError if the rule is "choices" and the metric is
     not the score of a choice.
@@ -169,6 +169,10 @@ def _rows(task: "ConfigurableTask", limit: int | None) -> list[dict[str, Any]]:
 
 
 def _guess(benchmark: Benchmark, task: "ConfigurableTask", row: dict[str, Any]) -> float:
+    if benchmark.chance == "words":
+        # As many words of the prompt as there are answers, drawn with replacement. Numbers and dots are no words.
+        words, answers = [word for word in row["input"].split() if word[0].isalpha()], row["outputs"]
+        return sum(1 - (1 - words.count(answer) / len(words)) ** len(answers) for answer in answers) / len(answers)
     if benchmark.chance != "choices":
         return float(benchmark.chance or 0.0)
     choices = task.doc_to_choice(row)

@@ -17,6 +17,7 @@ from moh_llm.reading import read_yaml
 from moh_llm.records.base import describe_fault
 
 SUITES = Path(__file__).resolve().parent / "suites"
+HAYSTACK = "python_topics"  # the built-in text that prompts are made in if no other is given
 SCRIPT_DATASETS = SUITES / "sources" / "converted.yaml"
 """Datasets that the Hub serves by script: converter, commit, addresses and hashes of each."""
 _STRICT = ConfigDict(strict=True, extra="forbid")
@@ -53,7 +54,8 @@ class Benchmark:
     average: Literal["items", "parts"] = "items"
     published: dict[str, float] = field(default_factory=dict)
     note: str = ""
-    chance: Annotated[float, Field(ge=0, lt=1)] | Literal["choices"] | None = None
+    chance: Annotated[float, Field(ge=0, lt=1)] | Literal["choices", "words"] | None = None
+    lengths: list[PositiveInt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if (self.stock is None) == (self.definition is None):
@@ -87,6 +89,8 @@ class Suite:
     benchmarks: list[Benchmark]
     columns: list[str] = field(default_factory=list)
     data: str | None = None
+    tokenizer: str = ""
+    """Counts the tokens of prompts that are made. Default: the base's, or the first model's."""
     folder: Path = SUITES
     """Where the suite's file lies: `data` and `definition` are read relative to it."""
 
@@ -124,17 +128,22 @@ def load_suite(name_or_path: str) -> Suite:
     if isinstance(document, dict) and isinstance(document.get("benchmarks"), list):
         columns = document.get("columns") or []
         document["benchmarks"] = [
-            _read_benchmark(entry, columns, f"suite {path}, benchmark {number}")
+            benchmark
             for number, entry in enumerate(document["benchmarks"], start=1)
+            for benchmark in _read_benchmarks(entry, columns, f"suite {path}, benchmark {number}")
         ]
     suite = _build(Suite, document, f"suite {path}")
     return dataclasses.replace(suite, folder=path.resolve().parent)
 
 
-def _read_benchmark(entry: Any, columns: Any, where: str) -> Benchmark:
-    """One entry, or the benchmark of another suite that it names, with the published figures of ``columns``."""
+def _read_benchmarks(entry: Any, columns: Any, where: str) -> list[Benchmark]:
+    """One entry at each of its lengths, or what it names of another suite with the published figures of ``columns``."""
     if not isinstance(entry, dict) or "from" not in entry:
-        return _build(Benchmark, entry, where)
+        one = _build(Benchmark, entry, where)
+        return [
+            dataclasses.replace(one, name=f"{one.name} {length}", task=f"{one.task}_{length}", lengths=[length])
+            for length in one.lengths
+        ] or [one]
     if set(entry) != {"from", "name"}:
         raise UserError(f"{where}: beside `from` only `name` is read; to change a benchmark write it out")
     if entry["from"] not in known_suites():
@@ -143,7 +152,7 @@ def _read_benchmark(entry: Any, columns: Any, where: str) -> Benchmark:
     if entry["name"] not in others:
         raise UserError(f"{where}: name={entry['name']!r} must be one of {', '.join(others) or 'none'}")
     found = others[entry["name"]]
-    return dataclasses.replace(found, published={c: v for c, v in found.published.items() if c in columns})
+    return [dataclasses.replace(found, published={c: v for c, v in found.published.items() if c in columns})]
 
 
 def _build(cls: Any, entry: Any, where: str) -> Any:

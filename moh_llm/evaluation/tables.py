@@ -22,9 +22,7 @@ _NOT_CLEAR = "† The base's score or margin is not clear of 0: that share has n
 def score_table(record: EvaluationRecord, names: Mapping[str, str] | None = None) -> Table:
     """A row for each benchmark and the average, with the columns of each model and the published figures.
 
-    Args:
-        record: an evaluation.
-        names: column names of the models in place of their labels. A table with names leaves out what was published.
+    A table with ``names`` of columns in place of the models' labels leaves out what was published.
     """
     published = [] if names else record.suite.columns
     head = ["benchmark", "shots", "metric", "items", "chance"]

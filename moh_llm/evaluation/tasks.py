@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
 _TAKE_FILES = "give the data as files with --data-dir (moh-llm data fetch-benchmarks makes them)"
 _READER = "custom_dataset: !function moh_llm.evaluation.tasks.read_splits\n"
+_MAKER = """custom_dataset: !function moh_llm.evaluation.ruler.make_prompts
+process_results: !function moh_llm.evaluation.ruler.recall
+"""
 
 
 @dataclass
@@ -61,7 +64,7 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
     require_lm_eval()
     from lm_eval.tasks import TaskManager
 
-    write_task_files(suite, folder, data_dir)
+    write_task_files(suite, folder, data_dir, limit)
     # lm-eval's full index takes about ten seconds to read.
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     loaded: list[Loaded] = []
@@ -89,7 +92,7 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
     return loaded
 
 
-def write_task_files(suite: Suite, folder: Path, data_dir: Path | None) -> None:
+def write_task_files(suite: Suite, folder: Path, data_dir: Path | None, limit: int | None = None) -> None:
     """Write an lm-eval YAML file into ``folder`` for every task of the suite.
 
     It includes the stock file by its absolute path, because lm-eval does not find a relative one of its own files.
@@ -114,12 +117,19 @@ def write_task_files(suite: Suite, folder: Path, data_dir: Path | None) -> None:
                 # lm-eval reads the training split even when no example is shown; this spares the file.
                 task |= {"training_split": None, "validation_split": None, "fewshot_split": None}
                 task |= {"test_split": benchmark.eval_split}
+            functions = "" if data_folder is None else _READER
             if data_folder is not None:
                 splits = {s: str(data_file(data_folder, benchmark, part, s).resolve()) for s in benchmark.splits()}
                 task |= {"dataset_kwargs": {"data_files": splits}}
             elif benchmark.revision is not None:
                 task |= {"dataset_kwargs": {"revision": benchmark.revision}}
-            text = (_READER if data_folder is not None else "") + yaml.safe_dump(task, allow_unicode=True)
+            if benchmark.lengths:
+                functions = _MAKER
+                how = {"stock": task["include"], "tokenizer": suite.tokenizer, "lengths": benchmark.lengths}
+                how |= {"items": min(limit or benchmark.items, benchmark.items), "split": benchmark.eval_split}
+                task["dataset_kwargs"] = task.get("dataset_kwargs", {}) | how
+                task["metric_list"] = [{"metric": benchmark.metric, "aggregation": "mean", "higher_is_better": True}]
+            text = functions + yaml.safe_dump(task, allow_unicode=True)
             (folder / f"{part.task}.yaml").write_text(text, encoding="utf-8")
 
 
@@ -150,11 +160,13 @@ def _read_lines(file: Path) -> "Dataset":
 
 
 def _hash_data(folder: Path | None, benchmark: Benchmark, tasks: "list[ConfigurableTask]") -> str:
-    """SHA-256 of the local files of a benchmark, or of what `datasets` knows of those from the Hub."""
-    if folder is None:
+    """SHA-256 of the local files of a benchmark, of what `datasets` knows of those from the Hub, or of made prompts."""
+    if benchmark.lengths:
+        seen: list[Any] = [task.dataset[benchmark.eval_split].to_list() for task in tasks]
+    elif folder is None:
         splits = benchmark.splits()
         contents = [[task.config.task, split, task.dataset[split]._fingerprint] for task in tasks for split in splits]
-        seen: list[Any] = [benchmark.dataset, benchmark.revision, contents]
+        seen = [benchmark.dataset, benchmark.revision, contents]
     else:
         files = [
             data_file(folder, benchmark, part, split) for part in benchmark.expand() for split in benchmark.splits()
