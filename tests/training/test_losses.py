@@ -17,15 +17,10 @@ from moh_llm.training.parallel import make_accelerator
 from moh_llm.training.reference import Reference
 from moh_llm.training.step import TrainingStep, accumulate_gradients
 
+NORMALIZED = {"num_shared_heads": [0, 1], "router_type": "two_stage", "router_score": "normalized"}
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"num_shared_heads": 0, "routing_granularity": "kv_group"},
-        {"num_shared_heads": [0, 1], "router_type": "two_stage", "router_score": "normalized"},
-    ],
-    ids=["groups", "normalized"],
-)
+
+@pytest.mark.parametrize("plan", [{"num_shared_heads": 0, "routing_granularity": "kv_group"}, NORMALIZED])
 def test_balance_loss_is_the_models_own_block_by_block(paper_folder, plan) -> None:
     model = MoHLlamaForCausalLM(MoHLlamaConfig.from_pretrained(paper_folder, **plan))
     heads = model.config.num_attention_heads
