@@ -21,6 +21,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from .attention_moh import GATE_GRADIENTS, MoHLlamaAttention, MoHLocalFallback
 from .configuration_moh_llama import MoHLlamaConfig
 from .experts_moh import expert_balancing_loss
+from .head_plan_moh import HeadPlan  # noqa: F401 (transformers 5.2 copies what this file imports)
 from .heads_moh import RoutedModel
 from .interval_attention_moh import interval_attention  # noqa: F401 (transformers 5.2 copies what this file imports)
 from .routing_moh import MoHRouter, load_balancing_loss

@@ -49,6 +49,7 @@ def write_suite(path: Path, *entries: tuple[object, ...]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_prompts_repeat_and_fit(tmp_path: Path) -> None:
     """In two processes that hash unlike; the first prompts do not depend on how many there are."""
     save_byte_tokenizer(tmp_path)
@@ -78,6 +79,7 @@ def test_prompts_repeat_and_fit(tmp_path: Path) -> None:
             assert 0.2 < chance < 0.9 if name[0] in "CD" else chance == 0
 
 
+@pytest.mark.slow
 def test_two_tasks_end_to_end(
     tiny_llama: Path,
     tiny_moh: Path,

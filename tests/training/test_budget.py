@@ -267,7 +267,7 @@ def test_a_trainer_with_the_mixin_takes_the_steps_of_a_run(configure, network, t
         with torch.no_grad():
             for weight in own.parameters():
                 weight -= 0 if weight.grad is None else weight.grad
-        budget.update(losses.distant_read, losses.distant_slope, number)
+        budget.update(losses.distant_read, losses.distant_slope)
         assert budget.multiplier > 0.1
     for name, weight in own.named_parameters():
         torch.testing.assert_close(network.get_parameter(name), weight, atol=1e-4, rtol=1e-3)
