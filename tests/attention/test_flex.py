@@ -39,7 +39,8 @@ def test_log_sum_exp_and_what_sees_nothing():
     torch.testing.assert_close(out[~nothing].double(), exact, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("gradients", [False, True])
 def test_lengths_share_a_compilation(counter, gradients):
     """Places, taking apart, the sorted call, weights, merging, going backward: once for all; the plan: twice."""
     for length in range(200, 2001, 600):

@@ -26,6 +26,7 @@ def test_a_sharded_model_is_the_same_there_bit_for_bit(moh_model, monkeypatch):
     assert len(proof.record["generated"]) == 3
 
 
+@pytest.mark.slow
 def test_another_backend_here_changes_nothing(make_model, forked_proof, monkeypatch):
     """The clean process has the files that travel alone, and so has the local model's side."""
     plan = {"num_shared_heads": 1, "num_active_heads": 2, "router_type": "linear"}
