@@ -103,6 +103,12 @@ def read_moh_config(folder: Path, name: str = "") -> dict[str, Any]:
     return fields
 
 
+def is_image_model(fields: dict[str, Any]) -> bool:
+    """Whether a `config.json` is of a model of images: a ViT, DeiT or DINOv2, a DiT of diffusers, or a MoH one."""
+    kind = str(fields.get("model_type")).removeprefix("moh_")
+    return kind in ("vit", "deit", "dinov2") or "DiTTransformer2DModel" in str(fields.get("_class_name"))
+
+
 # ---- weights
 
 

@@ -5,13 +5,17 @@ the files `CODE`, which load the model where MoH-LLM is not installed. DiT's cla
 """
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
+import transformers
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
 import moh_llm.modeling
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, reason
+from moh_llm.records.model import read_config
 from moh_llm.vision import modeling_moh_vit as _models
 from moh_llm.vision.configuration_moh_vit import MoHDeiTConfig, MoHDinov2Config, MoHViTConfig
 
@@ -27,6 +31,37 @@ def write_code(folder: str | Path) -> None:
         text = (own if own.exists() else Path(moh_llm.modeling.__file__).with_name(name)).read_text(encoding="utf-8")
         text = text.replace("from moh_llm.modeling.", "from .").replace("from moh_llm.vision.", "from .")
         Path(folder, name).write_text(text, encoding="utf-8")
+
+
+def model_class(folder: Path, dense: bool = False) -> type[nn.Module]:
+    """The class of the model in a folder, or of the dense model inside.
+
+    Raises:
+        UserError: no ViT, DeiT, DINOv2 or DiT, or one with another head than for classes.
+    """
+    fields = read_config(folder)
+    name = str(fields.get("_class_name") or [*(fields.get("architectures") or []), None][0])
+    found = re.fullmatch("(MoH)?((ViT|DeiT|Dinov2)(Model|ForImageClassification)|(DiTTransformer2DModel))", name)
+    if found is None:
+        raise UserError(
+            f"{folder} holds a {name}; models of images are ViT, DeiT and DINOv2, with classes or none, and DiT"
+        )
+    if found[5]:
+        dit = __getattr__("MoHDiTTransformer2DModel")  # which checks that diffusers is there
+        return dit if found[1] and not dense else dit.__mro__[2]
+    return getattr(_models, name) if found[1] and not dense else getattr(transformers, found[2])
+
+
+def load_model(folder: Path) -> nn.Module:
+    """The model of images in a folder, in evaluation mode. Raises UserError where its files do not make one."""
+    kind = model_class(folder)
+    try:
+        model, info = kind.from_pretrained(folder, output_loading_info=True, use_safetensors=True)
+    except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
+        raise UserError(f"{folder} makes no {kind.__name__} ({reason(error)[:300]})") from error
+    if info["missing_keys"]:
+        raise UserError(f"{folder} lacks {sorted(info['missing_keys'])[0]}; download or convert it again")
+    return model.eval()
 
 
 for _config in (MoHViTConfig, MoHDeiTConfig, MoHDinov2Config):

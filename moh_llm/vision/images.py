@@ -1,0 +1,169 @@
+"""Images of a folder, an IDX file or a Hub dataset, as a model of images takes them.
+
+images = open_images("photos", Path("vit-base"))  # photos/cat/1.jpg, photos/dog/7.png, ...
+images.batch([0, 5])                              # [2, 3, 224, 224], float32
+images.labels, images.class_names                 # tensor([0, 0, ..., 1]), ["cat", "dog"]
+"""
+
+import gzip
+import importlib.util
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moh_llm.errors import UserError, reason
+from moh_llm.records.model import may_be_hub_id, read_config
+
+_GREY, _COLOUR = ("1", "L", "LA"), ("P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # modes of PIL, 8 bits or less
+_PLACES = "name a folder of images, an IDX file or a Hub dataset"
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images that are read when they are asked for.
+
+    Attributes:
+        place: where they are.
+        images: PIL's images, or the rows of a dataset, or uint8 `[N, H, W]`.
+        labels: class of each image, int64 `[N]`; None where they have none.
+        class_names: names of the classes by number.
+        processor: the model's image processor.
+        channels: of the model.
+    """
+
+    place: str
+    images: Any
+    labels: torch.Tensor | None
+    class_names: list[str]
+    processor: Any
+    channels: int
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def batch(self, indices: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """The images of these numbers, float32 `[B, C, H, W]`. Raises UserError for one that cannot be used."""
+        return torch.stack([self._pixels(int(number)) for number in indices])
+
+    def _pixels(self, number: int) -> torch.Tensor:
+        from PIL import Image
+
+        name = f"image {number} of {self.place}"
+        try:
+            image = self.images[number]
+            image = Image.fromarray(image.numpy()) if isinstance(image, torch.Tensor) else image["image"]
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise UserError(f"{name} cannot be read ({reason(error)}); replace or remove it") from error
+        if image.mode not in (_GREY if self.channels == 1 else _GREY + _COLOUR):
+            raise UserError(f"{name} has mode {image.mode}; the model takes 8 bits in {self.channels} channels")
+        image = image.convert("L" if self.channels == 1 else "RGB")
+        return self.processor(image, return_tensors="pt")["pixel_values"][0].float()
+
+
+def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
+    """Open images for a model. Grey ones are repeated for models with three channels.
+
+    Args:
+        place: a folder, whose sub-folders, if any, are the classes; an IDX file (`*-images-idx3-ubyte`, also `.gz`),
+            with its labels beside it; or a Hub dataset, `OWNER/NAME` (its split `train`) or `OWNER/NAME:SPLIT`.
+        model: the model's folder. Without an image processor there, images are cropped to the model's size and scaled
+            to -1..1, as for a DiT.
+        labelled: whether the images must have the model's classes.
+
+    Raises:
+        UserError: no image, one that is broken or has other channels than the model, no labels or other classes where
+            they are needed, or a package that is missing.
+    """
+    if missing := [name for name in ("PIL", "datasets") if importlib.util.find_spec(name) is None]:
+        raise UserError(f"images need {missing[0]}, which is not installed: pip install 'moh-llm[vision]'")
+    fields = read_config(model)
+    processor, channels, size = _processor(model, fields)
+    opened = _open_idx(Path(place)) if Path(place).is_file() else _open_dataset(place)
+    images = ImageSet(place, *opened, processor, channels)
+    found = list(images.batch([0]).shape[2:])  # what does not fit is found here, rather than in the midst of the work
+    if found != [size, size] and "dinov2" not in fields.get("model_type", ""):
+        raise UserError(f"{model}: preprocessor_config.json makes images of {found}, and the model takes {size}")
+    if not labelled:
+        return images
+    if images.labels is None:
+        raise UserError(f"{place} has no labels; make a sub-folder for each class, or put the file of labels beside it")
+    own = fields.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # config.json leaves out what is the default
+    names = [own.get(str(number), "") for number in range(fields.get("num_embeds_ada_norm", len(own)))]
+    if sorted(names) == sorted(images.class_names):  # the same classes, maybe in another order
+        order = torch.tensor([names.index(name) for name in images.class_names])
+        return replace(images, labels=order[images.labels], class_names=names)
+    if len(images.class_names) != len(names):
+        raise UserError(f"{place} has {len(images.class_names)} classes, and {model} has {len(names)}")
+    return images
+
+
+def _processor(model: Path, fields: dict[str, Any]) -> tuple[Any, int, int]:
+    """The model's image processor, its channels and its size in pixels."""
+    from transformers import AutoImageProcessor
+    from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
+
+    defaults = (4, 32) if "_class_name" in fields else (3, 224)
+    channels = fields.get("num_channels", fields.get("in_channels", defaults[0]))
+    size = fields.get("image_size", fields.get("sample_size", defaults[1]))
+    if channels not in (1, 3):
+        raise UserError(f"{model} takes {channels} channels, images have 1 or 3; DiTs on latents are not supported")
+    try:
+        if (model / "preprocessor_config.json").is_file():
+            processor = AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False)
+        else:
+            scale = {"image_mean": [0.5] * channels, "image_std": [0.5] * channels, "do_convert_rgb": channels == 3}
+            processor = BitImageProcessorPil(size={"shortest_edge": size}, crop_size=size, **scale)
+    except Exception as error:  # whatever a file by others makes transformers raise
+        raise UserError(f"{model}: preprocessor_config.json makes no image processor ({reason(error)})") from error
+    return processor, channels, size
+
+
+def _open_dataset(place: str) -> tuple[Any, torch.Tensor | None, list[str]]:
+    """The images of a folder or a Hub dataset, their labels, and the names of the classes."""
+    import datasets
+
+    name, _, split = place.partition(":")
+    if not (is_folder := Path(place).is_dir()) and not may_be_hub_id(name):
+        raise UserError(f"{place} does not exist; {_PLACES}")
+    try:
+        where = {"path": "imagefolder", "data_dir": place} if is_folder else {"path": name}
+        rows = datasets.load_dataset(**where, split="train" if is_folder or not split else split)
+    except Exception as error:  # of datasets, huggingface_hub, fsspec or pyarrow
+        raise UserError(f"{place} gives no images ({reason(error)[:300]}); {_PLACES}") from error
+    column = {type(feature): name for name, feature in reversed(rows.features.items())}
+    if datasets.Image not in column or not len(rows):
+        raise UserError(f"{place} has no images, but the columns {', '.join(rows.features)}; {_PLACES}")
+    classes = column.get(datasets.ClassLabel)
+    labels, names = (torch.tensor(rows[classes][:]), rows.features[classes].names) if classes else (None, [])
+    return rows.select_columns(column[datasets.Image]).rename_column(column[datasets.Image], "image"), labels, names
+
+
+def _open_idx(path: Path) -> tuple[torch.Tensor, torch.Tensor | None, list[str]]:
+    """The images of an IDX file, the labels in the file beside it, and the names of the classes."""
+    images, beside = _read_idx(path, 3), path.with_name(path.name.replace("images-idx3", "labels-idx1"))
+    if beside == path or not beside.is_file():
+        return images, None, []
+    labels = _read_idx(beside, 1).long()
+    if len(labels) != len(images):
+        raise UserError(f"{beside} has {len(labels)} labels for {len(images)} images; download both again")
+    return images, labels, [str(number) for number in range(1 + int(labels.max()))]
+
+
+def _read_idx(path: Path, dimensions: int) -> torch.Tensor:
+    """The bytes `[N, ...]` of an IDX file. Raises UserError unless it is whole and has that many dimensions."""
+    body, shape = b"", [0] * dimensions
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            if file.read(4) == bytes([0, 0, 8, dimensions]):
+                shape = [int.from_bytes(file.read(4), "big") for _ in shape]
+                body = file.read(math.prod(shape) + 1)
+    except (OSError, EOFError, ValueError, OverflowError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}") from error
+    if not body or len(body) != math.prod(shape):
+        raise UserError(f"{path} is no IDX file of bytes with {dimensions} dimensions, or it is cut; {_PLACES}")
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8).view(shape)
