@@ -4,8 +4,10 @@
     make results                     # writes those of all pages
     make results-check BASE=DIR ...  # measures what all records have to check, and compares
 
-`docs/results/data/PAGE.json` is a page's record. In its `table` and `picture`, {SECTION/TABLE/ROW/COLUMN} stands for a
-cell of `sections`, {PAGE:SECTION/...} for one of another record. `check` has runs with these keys:
+`docs/results/data/PAGE.json` is a page's record. `path` names the page where it is not docs/results/PAGE.md. `blocks`
+takes the place of `table` where a page has several: tables, and `lines` of text. In these and in `picture`,
+{SECTION/TABLE/ROW/COLUMN} stands for a cell of `sections`, {PAGE:SECTION/...} for one of another record. `check` has
+runs with these keys:
 
 - needs: variables that the commands read. BASE is the SmolLM2-135M of the quick start, STORIES stories260K, CORPORA a
   folder per source (data_mixtures/paper_local.yaml), BENCHMARKS data of benchmarks (evaluate --data-dir). Without them
@@ -52,10 +54,10 @@ def main() -> int:
         print("\n".join(faults), file=sys.stderr)
         return int(bool(faults))
     for page in pages:
-        path = RESULTS / f"{page}.md"
+        path = path_of(page)
         write_text(path, rewritten(page, path.read_text()))
         if "picture" in record(page):
-            write_text(path.parent / "data" / f"{page}.svg", picture(page))
+            write_text(RESULTS / "data" / f"{page}.svg", picture(page))
     for section in record(args.page)["sections"].values() if args.page else ():
         if section.get("commands"):
             where = ", ".join(section[name] for name in ("machine", "date") if name in section)
@@ -66,6 +68,11 @@ def main() -> int:
 @cache
 def record(page: str) -> dict[str, Any]:
     return read_json(RESULTS / "data" / f"{page}.json")
+
+
+def path_of(page: str) -> Path:
+    """The file that shows the record."""
+    return ROOT / record(page).get("path", f"docs/results/{page}.md")
 
 
 def shown(page: str, text: str) -> str:
@@ -80,15 +87,23 @@ def shown(page: str, text: str) -> str:
 
 
 def rewritten(page: str, text: str) -> str:
-    """The page with its table as the record has it."""
-    table = record(page)["table"]
-    rows = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
-    lines = [f"| {' | '.join(shown(page, one) for one in row)} |\n" for row in rows]
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"docs/results/{page}.md has no place for its table: write {BEGIN} and {END} there")
-    return f"{before}{begin}\n{''.join(lines)}{end}{after}"
+    """The page with its tables, and its other blocks, as the record has them."""
+    blocks = iter([block(page, one) for one in record(page).get("blocks", [record(page).get("table")])])
+    pattern = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
+    try:
+        written = pattern.sub(lambda _: f"{BEGIN}\n{next(blocks)}{END}", text)
+    except StopIteration:
+        raise SystemExit(f"{path_of(page)} has more places for tables than its record has tables") from None
+    if next(blocks, None) is not None:
+        raise SystemExit(f"{path_of(page)} has no place for a table: write {BEGIN} and {END} there")
+    return written
+
+
+def block(page: str, one: Mapping[str, Any]) -> str:
+    """A table, or lines of text, in Markdown."""
+    rows = [one["columns"], ["---"] * len(one["columns"]), *one["rows"]] if "rows" in one else []
+    lines = [f"| {' | '.join(row)} |" for row in rows] or one["lines"]
+    return "".join(f"{shown(page, line)}\n" for line in lines)
 
 
 def numbers(page: str, text: str) -> list[float]:

@@ -113,7 +113,7 @@ class ObjectiveConfig:
 
 @options("lora")
 class LoraConfig:
-    """Low-rank adapters; null: every weight is trained. Routers are trained in full beside them."""
+    """Low-rank adapters; null: every weight is trained. Routers are trained in full, too."""
 
     rank: PositiveInt = 16
     """Rank of the adapters."""
@@ -224,7 +224,7 @@ class TrainConfig:
     hub: HubConfig | None = None
 
     report_to: Names = ("tensorboard",)
-    """Where curves go beside `log.jsonl`: tensorboard, wandb, trackio; []: nowhere. Or another that Accelerate
+    """Where curves go in addition to `log.jsonl`: tensorboard, wandb, trackio; []: nowhere. Or another that Accelerate
     knows."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The table of clients in docs/serving.md, which `make test-clients` writes from what its tests saw."""
+"""The table of docs/clients.md, which `make test-clients` writes from what its tests saw."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
 BEGIN, END = "<!-- clients: written by make test-clients -->", "<!-- end of clients -->"
 
 

@@ -154,7 +154,7 @@ def test_without_the_plugin_local_fallbacks_are_refused(remote, record):
     said = remote["replies"]["local fallback"]["error"]
     assert "head_fallback='local' reads keys that attn_implementation='vllm' keeps to itself" in said
     assert "install MoH-LLM in vLLM's environment" in said
-    record(client(remote), "local fallback", "refused in a line that says to install MoH-LLM there")
+    record(client(remote), "local fallback", "refused with a message that says to install MoH-LLM there")
 
 
 @pytest.fixture
