@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moh_llm.evaluation.evaluate import Evaluation
     from moh_llm.hub.publish import Publication
     from moh_llm.records.conversion import Conversion
     from moh_llm.records.run import RunRecord
@@ -99,12 +98,16 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **option
     else:
         given = [("train", *item) for item in options.items()]
         config = read_options(TrainConfig, [*recipe_values(recipe), *given])
+    if config.images is not None:
+        from moh_llm.training.images import ImageTraining
+
+        return train_model(config, overwrite, kind=ImageTraining)
     if os.environ.get("RANK", "0") == "0":  # the first process publishes
         check_hub(config)
     return train_model(config, overwrite, on_finish=lambda _: finish_run(config))
 
 
-def evaluate(models: PathLike | Sequence[PathLike], *, command_line: str = "", **options: Any) -> "Evaluation":
+def evaluate(models: PathLike | Sequence[PathLike], *, command_line: str = "", **options: Any) -> Any:
     """Score models and their base on a suite of benchmarks with lm-eval, and write a report.
 
     Finished benchmarks are kept until the report is written, so that the same call resumes an interrupted evaluation.
@@ -116,16 +119,23 @@ def evaluate(models: PathLike | Sequence[PathLike], *, command_line: str = "", *
         options: other fields of `moh_llm.evaluation.config.EvaluationConfig`, such as ``base`` and ``suite``.
 
     Returns:
-        The record, and what failed: a benchmark that fails does not raise.
+        The record, and what failed: a benchmark that fails does not raise. Of models of images the content of
+        ``output_dir/report.json``.
 
     Raises:
         UserError: a model, the suite, the data or the output folder cannot be used.
     """
     from moh_llm.evaluation.config import EvaluationConfig
     from moh_llm.evaluation.evaluate import evaluate as evaluate_models
+    from moh_llm.reading import read_json
     from moh_llm.recipe import keyword_options
+    from moh_llm.records.model import is_image_model
 
     config = keyword_options(EvaluationConfig, "evaluate", models=models, **options)
+    if (config_file := Path(config.models[0], "config.json")).is_file() and is_image_model(read_json(config_file)):
+        from moh_llm.evaluation.images import evaluate as evaluate_images
+
+        return evaluate_images(config, command_line)
     # lm-eval draws a bar for each task's prompts, 57 of them for MMLU; the bars over requests stay.
     os.environ.setdefault("TQDM_DISABLE", "1")
     return evaluate_models(config, command_line=command_line)

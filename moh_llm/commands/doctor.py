@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.training.preflight import Finding, diagnose
 
     config = read_options(TrainConfig, [*recipe_values(args.recipe), *args.given])
+    if config.images is not None:
+        raise UserError(f"{args.recipe} trains on images, and moh-llm doctor checks recipes of language models")
     findings = list(diagnose(config, args.processes))
     if config.hub is not None:
         try:

@@ -31,6 +31,11 @@ def run(args: argparse.Namespace) -> int:
 
     config = options_from(EvaluationConfig, args, "models")
     evaluation = moh_llm.evaluate(**vars(config), command_line=args.command_line)
+    if isinstance(evaluation, dict):  # of models of images
+        from moh_llm.evaluation.images import lines
+
+        say(*lines(evaluation), f"written to {config.output_dir}")
+        return 0
     print_evaluation(evaluation)
     return 1 if evaluation.failed_benchmarks else 0
 

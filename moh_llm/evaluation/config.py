@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from moh_llm.options import Folder, Place, Places, options
 
@@ -35,7 +35,8 @@ class EvaluationConfig:
 
     data_dir: Folder | None = None
     """Folder of local benchmark data. Files are `<dataset, / as __>/<config>/<split>.jsonl`, as `moh-llm data
-    fetch-benchmarks` makes them. Default: the Hub."""
+    fetch-benchmarks` makes them. Default: the Hub. For models of images: a folder of images, an IDX file or a Hub
+    dataset, OWNER/NAME:SPLIT."""
 
     limit: PositiveInt | None = None
     """Score only this many items of each task. Default: all of them."""
@@ -52,6 +53,12 @@ class EvaluationConfig:
 
     log_samples: bool = False
     """Write each item as lm-eval logs it. To `samples/MODEL/BENCHMARK.jsonl` in the output folder."""
+
+    samples: NonNegativeInt = 0
+    """Images that each DiT draws, in 250 steps. Written as a grid and as the .npz that ADM's evaluator takes."""
+
+    features: Place | None = None
+    """Classifier of images in whose features a DiT's samples are compared with the images. By a Frechet distance."""
 
     analysis: bool = True
     """Analysis of what the heads did on the benchmarks' text."""

@@ -65,10 +65,11 @@ class Routing(Record):
 
 
 class Timing(Record):
-    """How long a step took."""
+    """How long a step took, and the tokens or images that it read per second."""
 
     seconds: float
-    tokens_per_second: float
+    tokens_per_second: float | None = None
+    images_per_second: float | None = None
 
 
 class RunRecord(Record):

@@ -55,7 +55,7 @@ def is_routing_weight(name: str) -> bool:
 
 def is_fallback_weight(name: str) -> bool:
     """Whether a tensor of that name belongs to a fallback."""
-    return ".self_attn.fallback." in name
+    return (found := _ROUTING.search(name)) is not None and found[2] == "fallback"
 
 
 def check_tensors(name: str, folder: Path, weight_map: Mapping[str, str], config: Any) -> Tensors:

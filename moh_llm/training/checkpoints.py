@@ -147,6 +147,8 @@ class CheckpointWriter:
         for name, weight in self._weights.items():
             tensor, state = weight.detach(), self._optimizer.state[weight]
             yield name, tensor
+            if not weight.requires_grad:  # an average of weights
+                continue
             for moment in ADAMW_MOMENTS:  # a weight that never had a gradient has none
                 yield f"{moment}.{name}", state[moment] if moment in state else torch.zeros_like(tensor)
 
@@ -281,7 +283,7 @@ def load_checkpoint(
         if isinstance(module, FSDPModule):
             module.reshard()  # the outermost weights stay gathered after scoring, and would be used as they were
     tensors = {name: weight.detach() for name, weight in weights.items()}
-    for name, weight in weights.items():
+    for name, weight in ((name, weight) for name, weight in weights.items() if weight.requires_grad):
         state = {moment: torch.empty_like(weight.detach()) for moment in ADAMW_MOMENTS}
         tensors |= {f"{moment}.{name}": tensor for moment, tensor in state.items()}
         optimizer.state[weight] = {"step": torch.tensor(float(updates))} | state

@@ -63,6 +63,29 @@ class DataConfig:
         )
 
 
+@options("images")
+class ImagesConfig:
+    """Images that a ViT or DiT is trained on; null: the model is a language model, and reads `data.mixture`."""
+
+    train: Place
+    """A folder of images, an IDX file, or a Hub dataset, OWNER/NAME:SPLIT."""
+
+    held_out: Place | None = None
+    """Images to score in the run and at its end, up to 1,024 of them; null: none."""
+
+    flip: bool = True
+    """Mirror each image with a probability of 1/2."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the target that is spread evenly over the classes; only with `cross_entropy`."""
+
+    label_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the labels that a denoiser reads as "no class", which guidance needs."""
+
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of a moving average of the weights, which is saved in their place; null: none."""
+
+
 @options("optimizer")
 class OptimizerConfig:
     """AdamW with betas of 0.9 and 0.95."""
@@ -95,8 +118,10 @@ class ScheduleConfig:
 class ObjectiveConfig:
     """The loss that is minimized."""
 
-    kind: Literal["distillation", "cross_entropy"] = "distillation"
-    """`distillation`: KL to the base's next-token distribution; `cross_entropy`: to the text."""
+    kind: Literal["distillation", "cross_entropy", "noise"] = "distillation"
+    """`distillation`: KL to the base's next-token distribution; `cross_entropy`: to the text. Of images: KL to the
+    base's classes, or the squared error to the output of a base without classes; cross-entropy to the labels; and
+    `noise`, a DiT's squared error to the noise, with the variational term where it learns the variance."""
 
     keys: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the base's keys that threshold routers may read; null: what the conversion asked for. It is that of a
@@ -219,6 +244,7 @@ class TrainConfig:
     not train them either."""
 
     lora: LoraConfig | None = None
+    images: ImagesConfig | None = None
     evaluation: HeldOutConfig = HeldOutConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     hub: HubConfig | None = None

@@ -46,10 +46,12 @@ def step_line(
     """
     seconds = time.perf_counter() - began
     numbers = {"loss": losses.total(beta or 0.0, multiplier or 0.0)}
-    if config.objective.has_teacher:
+    if config.images is not None:
+        numbers["task_loss"] = losses.task
+    elif config.objective.has_teacher:
         numbers["kl"] = losses.task
     numbers |= {
-        "cross_entropy": losses.cross_entropy,
+        **({} if config.images else {"cross_entropy": losses.cross_entropy}),
         **({} if beta is None else {"balance_loss": losses.balance}),
         **({"expert_balance_loss": losses.experts} if losses.experts else {}),
         **rates,
@@ -58,11 +60,11 @@ def step_line(
     line = LogLine.model_construct(
         step=step,
         **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
-        tokens=step * config.tokens_per_step,
+        **({} if config.images else {"tokens": step * config.tokens_per_step}),
         heads_read=round(losses.heads_read, 6),
     )
-    rate = config.tokens_per_step / seconds
-    line.timing = Timing(seconds=round(seconds, 4), tokens_per_second=round(rate, 1))
+    unit, count = ("images", config.data.batch_size) if config.images else ("tokens", config.tokens_per_step)
+    line.timing = Timing(seconds=round(seconds, 4), **{f"{unit}_per_second": round(count / seconds, 1)})
     return line
 
 
@@ -74,6 +76,7 @@ _SHOWN = {
     "loss": ("loss", ".4f"),
     "kl": ("kl", ".4f"),
     "cross_entropy": ("ce", ".4f"),
+    "task_loss": ("task", ".4f"),
     "balance_loss": ("balance", ".3f"),
     "learning_rate": ("lr", ".1e"),
     "heads_read": ("heads on", ".2f"),
@@ -127,7 +130,8 @@ class ProgressLine:
         if line.timing is None:
             return
         numbers = line.content()
-        parts = [f"{line.timing.tokens_per_second:.0f} tokens/s"]
+        rates = {"tokens/s": line.timing.tokens_per_second, "images/s": line.timing.images_per_second}
+        parts = [f"{rate:.0f} {unit}" for unit, rate in rates.items() if rate is not None]
         parts += [
             f"{short} {numbers[name]:{form}}" for name, (short, form) in _SHOWN.items() if numbers.get(name) is not None
         ]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -32,7 +33,7 @@ from moh_llm.training.budget import make_budget, share_of_keys
 from moh_llm.training.checkpoints import CheckpointWriter, checkpoint_folder, load_checkpoint, newest_checkpoint
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import ProgressLine, check_trackers, start_trackers, step_line, track
-from moh_llm.training.losses import balance_coefficient
+from moh_llm.training.losses import StepLosses, balance_coefficient
 from moh_llm.training.parallel import catch_signals, divides_weights, from_main, make_accelerator
 from moh_llm.training.precision import check_agreement, decide_precision
 from moh_llm.training.preflight import check_model
@@ -54,6 +55,7 @@ def train(
     overwrite: bool = False,
     say: Callable[[str], None] = say,
     on_finish: Callable[[RunRecord], None] = lambda record: None,
+    kind: "type[Training] | None" = None,
 ) -> RunRecord:
     """Carry out a run, or what is left of it, and return its record (`OUTPUT/run.json`).
 
@@ -63,12 +65,14 @@ def train(
         say: prints one line.
         on_finish: called on the main process with the record of a finished run, also of one that was finished before,
             while the folder is locked.
+        kind: what is trained; default: a language model.
 
     Raises:
         UserError: an input cannot be used, another process writes to ``config.output_dir``, the loss is not finite, or
             the disk refuses.
     """
     check_trackers(config.report_to)
+    kind = kind or Training
     config = decide_precision(config, overwrite)
     accelerator = make_accelerator(config)
     check_agreement(accelerator, config)
@@ -77,10 +81,10 @@ def train(
         # Only now that the processes are connected, so that all of them hear of a refusal.
         from_main(accelerator, lambda: check_place(Path(config.output_dir), "output_dir"))
         from_main(accelerator, lambda: held.enter_context(lock_folder(Path(config.output_dir))))
-        mark = from_main(accelerator, lambda: mark_model(config))
+        mark = from_main(accelerator, lambda: kind.mark(config))
         with accelerator.main_process_first():
             run = Run(config, overwrite and main, writes=main, mark=mark)
-        training = _Training(config, accelerator, run, say if main else lambda _: None)
+        training = kind(config, accelerator, run, say if main else lambda _: None)
         if from_main(accelerator, lambda: is_finished(run, say)):
             training.check_again()
         else:
@@ -94,8 +98,13 @@ def train(
         return run.record
 
 
-class _Training:
-    """The phases of a run, in the order in which `train` calls them; attributes are what earlier phases found."""
+class Training:
+    """The phases of a run, in the order in which `train` calls them; attributes are what earlier phases found.
+
+    `moh_llm.vision.train` replaces what reads tokens.
+    """
+
+    mark = staticmethod(mark_model)  # what identifies the model that the run begins with
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, run: Run, say: Callable[[str], None]):
         self.config, self.accelerator, self.run, self.say = config, accelerator, run, say
@@ -141,22 +150,28 @@ class _Training:
             self.tokens = tokens_for(self.config.data.mixture, self.tokenizer, self.say, rows)
         self.run.check_data(describe_data(self.tokens.sources))
 
+    def facts(self) -> dict[str, Any]:
+        """What the run's record says of its text, its reference and its budget."""
+        self.start = replace(self.start, mixture=self.tokens.name)
+        return {
+            "data": describe_data(self.tokens.sources),
+            "mixture": self.tokens.name,
+            "tokens_in": self.tokens.folder,
+            "reference": self.reference and self.reference.kind,
+            "keys_asked": self.budget and round(self._share_of_keys(self.budget.target), 6),
+        }
+
     def begin_or_resume(self) -> None:
         """Write the run's record, and load the newest checkpoint, if any."""
         config, accelerator, run, nets = self.config, self.accelerator, self.run, self.networks
-        self.start = replace(self.start, mixture=self.tokens.name)
         run.begin(
-            data=describe_data(self.tokens.sources),
-            mixture=self.tokens.name,
-            tokens_in=self.tokens.folder,
             device=str(accelerator.device),
             device_name=name_device(accelerator.device),
             compute_dtype=str(networks.reference_dtype(config)).removeprefix("torch."),
             processes=accelerator.num_processes,
             parameters=nets.counts,
             balance_coefficient=self.balance_coefficient,
-            reference=self.reference and self.reference.kind,
-            keys_asked=self.budget and round(self._share_of_keys(self.budget.target), 6),
+            **self.facts(),
         )
         found = from_main(accelerator, lambda: newest_checkpoint(run.checkpoints, self.say))
         if found is not None:
@@ -175,12 +190,30 @@ class _Training:
         self.say(
             f"{nets.counts['trained']:,} of {nets.counts['total']:,} weights are trained on "
             f"{accelerator.num_processes} x {accelerator.device.type} in {run.record.compute_dtype}; "
-            f"{config.max_steps} steps x {config.data.batch_size} sequences x {config.data.sequence_length} tokens = "
-            f"{config.max_steps * config.tokens_per_step:,} tokens, "
+            f"{config.max_steps} steps x {self.of_step()}, "
             f"{accelerator.gradient_accumulation_steps} micro-batches per step"
         )
 
+    def of_step(self) -> str:
+        """What a step reads, in words."""
+        config = self.config
+        read = f"{config.data.batch_size} sequences x {config.data.sequence_length} tokens"
+        return f"{read} = {config.max_steps * config.tokens_per_step:,} tokens"
+
     # ---- steps
+
+    def receipt(self, step: int) -> dict[str, Any]:
+        """What was read of each source until after this step."""
+        return make_receipt(self.stream, step * self.config.data.batch_size)
+
+    def score(self, line: LogLine) -> None:
+        """Put the scores of what is set aside into a line of the log."""
+        line.validation, line.routing = evaluate(self.accelerator, self.networks.model, self.held_out)
+
+    def gradients(self, batch: Batch) -> tuple[StepLosses, float]:
+        """The losses of a step on what this process reads, and the norm of their gradient, which is set."""
+        beta = self.balance_coefficient or 0.0
+        return accumulate_gradients(self.accelerator, self.networks.model, batch, self.config, beta, self.budget)
 
     def take_steps(self) -> bool:
         """Take the remaining steps and save checkpoints; False where a signal stopped the run."""
@@ -199,15 +232,15 @@ class _Training:
                     progress.step(line)
 
             if config.evaluation.eval_steps and not self.done:
-                scores, routing = evaluate(accelerator, self.networks.model, self.held_out)
-                report(LogLine(step=0, validation=scores, routing=routing))
+                self.score(line := LogLine(step=0))
+                report(line)
             for step, batch in zip(steps, batches, strict=True):
                 line = self._take_step(step, batch)
-                receipt = make_receipt(self.stream, step * size)
-                line.tokens_of_source = {name: entry["tokens"] for name, entry in receipt.items()}
+                if receipt := self.receipt(step):
+                    line.tokens_of_source = {name: entry["tokens"] for name, entry in receipt.items()}
                 self.seconds += line.timing.seconds
                 if config.evaluation.eval_steps and step % config.evaluation.eval_steps == 0:
-                    line.validation, line.routing = evaluate(accelerator, self.networks.model, self.held_out)
+                    self.score(line)
                 report(line)
 
                 # Only one of the processes may have a signal, or a disk that refuses.
@@ -238,7 +271,7 @@ class _Training:
         # Everything that varies is a function of the number of steps made.
         seed_step(config, step, self.accelerator.process_index)
         rates = set_learning_rates(nets.optimizer, config, step - 1)
-        losses, norm = accumulate_gradients(self.accelerator, nets.model, batch, config, beta or 0.0, self.budget)
+        losses, norm = self.gradients(batch)
         multiplier = None if self.budget is None else self.budget.multiplier
         fault = why_dropped(losses.total(beta or 0.0, multiplier or 0.0), norm)
         self.dropped = self.dropped + 1 if fault else 0
@@ -272,7 +305,7 @@ class _Training:
     def save_tuned_model(self) -> None:
         """Save the tuned model, score it as it was saved, and finish the run's record."""
         config, accelerator, run = self.config, self.accelerator, self.run
-        receipt = make_receipt(self.stream, config.max_steps * config.data.batch_size)
+        receipt = self.receipt(config.max_steps)
         self.checkpoints.wait()
         thresholds = self._measure_thresholds()
         del self.checkpoints, self.networks  # memory for the model that is scored

@@ -24,7 +24,7 @@ from moh_llm.files import check_holds_none, check_place, write_text
 from moh_llm.locking import INSIDE
 from moh_llm.reading import parse_json
 from moh_llm.records.identity import identify
-from moh_llm.records.model import read_moh_config
+from moh_llm.records.model import is_image_model, read_config, read_moh_config
 from moh_llm.records.run import LogLine, ModelMark, RunRecord
 from moh_llm.records.seal import FileMark, find_fault
 from moh_llm.training.config import TrainConfig, changed_options
@@ -199,6 +199,8 @@ def check_converted(folder: Path) -> None:
         raise UserError(f"model={folder} is not a folder; name one that moh-llm convert made")
     if not (folder / "config.json").is_file():
         raise UserError(f"model={folder} holds no config.json; name a folder that moh-llm convert made")
+    if is_image_model(read_config(folder)):
+        raise UserError(f"model={folder} is a model of images; name them as images.train, and an objective.kind")
     read_moh_config(folder, f"model={folder}")
 
 

@@ -50,6 +50,11 @@ class ImageSet:
         """The images of these numbers, float32 `[B, C, H, W]`. Raises UserError for one that cannot be used."""
         return torch.stack([self._pixels(int(number)) for number in indices])
 
+    def spread(self, count: int) -> list[int]:
+        """The numbers of so many images or fewer, evenly spaced, since folders are in the order of classes."""
+        count = min(count, len(self))
+        return [number * len(self) // count for number in range(count)]
+
     def _pixels(self, number: int) -> torch.Tensor:
         from PIL import Image
 

@@ -18,7 +18,7 @@ from moh_llm.training.preflight import check_model, diagnose, read_model_config
 RECIPES = sorted(
     path
     for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml")
-    if not path.stem.startswith(("convert_", "evaluate_"))
+    if not path.stem.startswith(("convert_", "evaluate_")) and "\nimages:" not in path.read_text()
 )
 
 

@@ -11,7 +11,7 @@ from moh_llm.training.config import LoraConfig, changed_options
 RECIPES = sorted(
     path
     for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml")
-    if not path.stem.startswith(("convert_", "evaluate_"))
+    if not path.stem.startswith(("convert_", "evaluate_")) and "\nimages:" not in path.read_text()
 )
 
 

@@ -1,0 +1,189 @@
+"""Scores of models of images, paired with their base's: accuracy of classifiers, error of DiTs, and their samples.
+
+Shapes: B images, N samples, C channels, H x W pixels, F features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moh_llm.devices import choose_device
+from moh_llm.errors import UserError
+from moh_llm.evaluation.config import EvaluationConfig
+from moh_llm.evaluation.models import label_models
+from moh_llm.files import check_output_folder, new_folder, write_json
+from moh_llm.intervals import interval, show_figure
+from moh_llm.locking import lock_folder
+from moh_llm.options import options_of
+from moh_llm.vision import load_model
+from moh_llm.vision.images import ImageSet, open_images
+from moh_llm.vision.prediction import TIMESTEPS, add_noise, is_denoiser, predict
+
+SAMPLING_STEPS = 250
+BANDS = 5  # of timesteps; an image is scored once in each
+GRID = 8  # samples a side
+
+
+@torch.no_grad()
+def score_images(network: nn.Module, images: ImageSet, numbers: Sequence[int], size: int) -> dict[str, np.ndarray]:
+    """The scores of each image: of a classifier `top1` and `top5`, of a DiT the squared `error` to the noise.
+
+    A DiT's error is also given by bands of timesteps, such as `error_200_399`. Timesteps and noise of an image depend
+    on its place in ``numbers`` alone, so that they are the same for all models.
+    """
+    device, found, width = next(network.parameters()).device, [], TIMESTEPS // BANDS
+    for first in range(0, len(numbers), size):
+        rows = numbers[first : first + size]
+        pixels, labels = images.batch(rows), None if images.labels is None else images.labels[rows]
+        if not is_denoiser(network):
+            logits = predict(network, {"pixel_values": pixels.to(device)})[0].cpu()
+            hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+            found.append(torch.stack([hits[:, 0], hits.any(1)], 1).double())
+            continue
+        labels = torch.full((len(rows),), network.config.num_embeds_ada_norm) if labels is None else labels
+        draws = [torch.Generator().manual_seed(first + row) for row in range(len(rows))]
+        errors = []
+        for band in range(BANDS):
+            timestep = torch.cat(
+                [torch.randint(band * width, (band + 1) * width, (1,), generator=draw) for draw in draws]
+            )
+            noise = torch.stack([torch.randn(pixels.shape[1:], generator=draw) for draw in draws])
+            batch = {"hidden_states": add_noise(pixels, noise, timestep), "timestep": timestep, "class_labels": labels}
+            output = predict(network, {name: part.to(device) for name, part in batch.items()})[0].cpu()
+            errors.append((output[:, : pixels.shape[1]] - noise).square().mean((1, 2, 3)))
+        found.append(torch.stack([torch.stack(errors).mean(0), *errors], 1).double())
+    bands = [f"error_{band * width}_{(band + 1) * width - 1}" for band in range(BANDS)]
+    names = ["error", *bands] if is_denoiser(network) else ["top1", "top5"]
+    return dict(zip(names, torch.cat(found).numpy().T, strict=True))
+
+
+def paired(own: np.ndarray, base: np.ndarray) -> dict[str, Any]:
+    """The mean of scores `[B]`, its difference to the base's and their ratio, with 95 % intervals over images."""
+    sums = np.stack([np.ones_like(own), own, base], 1)
+    figures = {
+        "value": lambda rows: rows[:, 1] / rows[:, 0],
+        "difference": lambda rows: (rows[:, 1] - rows[:, 2]) / rows[:, 0],
+        "ratio": lambda rows: rows[:, 1] / rows[:, 2],
+    }
+    if not base.any():
+        del figures["ratio"]
+    return {
+        name: {"value": float(figure(sums.sum(0)[None])[0]), "interval": interval([sums], figure)}
+        for name, figure in figures.items()
+    }
+
+
+@torch.no_grad()
+def draw_samples(network: nn.Module, count: int, size: int) -> Tensor:
+    """Samples of a DiT on pixels, uint8 `[N, H, W, C]`: 250 steps of DDPM without guidance, ``size`` at a time.
+
+    Classes take turns, and models of one size get the same noise.
+    """
+    from diffusers import DDPMScheduler
+
+    config, device = network.config, next(network.parameters()).device
+    is_learned = network.out_channels == 2 * config.in_channels
+    scheduler = DDPMScheduler(variance_type="learned_range" if is_learned else "fixed_small")
+    scheduler.set_timesteps(SAMPLING_STEPS)
+    draw, drawn = torch.Generator().manual_seed(0), []
+    for labels in (torch.arange(count) % config.num_embeds_ada_norm).split(size):
+        pixels = torch.randn(len(labels), config.in_channels, config.sample_size, config.sample_size, generator=draw)
+        for step in scheduler.timesteps:
+            batch = {"hidden_states": pixels, "timestep": step.expand(len(labels)), "class_labels": labels}
+            output = predict(network, {name: part.to(device) for name, part in batch.items()})[0].cpu()
+            pixels = scheduler.step(output, step, pixels, generator=draw).prev_sample
+        drawn.append(((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1))
+    return torch.cat(drawn)
+
+
+def write_samples(samples: Tensor, folder: Path, label: str) -> None:
+    """Write ``LABEL.npz``, in colours as ADM's evaluator takes it, and the first samples as a grid, ``LABEL.png``."""
+    from PIL import Image
+
+    colours = samples.expand(*samples.shape[:3], 3).numpy()
+    np.savez(folder / f"{label}.npz", arr_0=colours)
+    side = min(GRID, int(len(colours) ** 0.5))
+    rows = [np.concatenate(list(row), 1) for row in colours[: side**2].reshape(side, side, *colours.shape[1:])]
+    Image.fromarray(np.concatenate(rows)).save(folder / f"{label}.png")
+
+
+@torch.no_grad()
+def features_of(network: nn.Module, images: ImageSet, numbers: Sequence[int], size: int) -> np.ndarray:
+    """The class token after a classifier's last layer, float64 `[B, F]`."""
+    device = next(network.parameters()).device
+    batches = (images.batch(numbers[first : first + size]).to(device) for first in range(0, len(numbers), size))
+    return torch.cat([network.base_model(batch).last_hidden_state[:, 0].cpu() for batch in batches]).double().numpy()
+
+
+def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
+    """|m - n|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2), with means m, n and covariances A, B of features `[B, F]`."""
+    own, other = (np.cov(features, rowvar=False) for features in (first, second))
+    values, vectors = np.linalg.eigh(own)
+    root = vectors * np.sqrt(values.clip(0)) @ vectors.T
+    shared = np.sqrt(np.linalg.eigvalsh(root @ other @ root).clip(0)).sum()
+    return float(np.square(first.mean(0) - second.mean(0)).sum() + np.trace(own + other) - 2 * shared)
+
+
+def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any]:
+    """Score models on images and draw samples; return the content of ``report.json``.
+
+    Raises:
+        UserError: an option has no meaning for images, or a model, the images or the output folder cannot be used.
+    """
+    for name in ("suite", "compute_dtype", "log_samples", "analysis"):
+        if getattr(options, name) != options_of(EvaluationConfig)[name].default:
+            raise UserError(f"{name} has no meaning for models of images; leave it out")
+    if options.data_dir is None:
+        raise UserError("models of images are scored on images: name them as data_dir")
+    place, models, device = (
+        str(options.data_dir),
+        label_models(options.models, options.base),
+        choose_device(options.device),
+    )
+    size = 64 if options.batch_size == "auto" else options.batch_size
+    check_output_folder(options.output_dir, options.overwrite, [place, *models.values()])
+    record: dict[str, Any] = {"command": command_line, "images": place, "models": {}}
+    scores: dict[str, dict[str, np.ndarray]] = {}
+    with lock_folder(options.output_dir), new_folder(options.output_dir, options.overwrite) as folder:
+        for label, name in models.items():
+            network = load_model(Path(name)).to(device)
+            if not is_denoiser(network) and not hasattr(network, "classifier"):
+                raise UserError(f"{name} has no classes to score; give it a classifier and train that")
+            images = open_images(place, Path(name), labelled=not is_denoiser(network))
+            numbers = images.spread(options.limit or len(images))
+            scores[label] = own = score_images(network, images, numbers, size)
+            if own.keys() != (base := next(iter(scores.values()))).keys():
+                raise UserError(f"{name} is another kind of model than {next(iter(models.values()))}")
+            found = {"place": name, "count": len(numbers), "scores": {key: paired(own[key], base[key]) for key in own}}
+            record["models"][label] = found
+            if not options.samples or not is_denoiser(network):
+                continue
+            samples = draw_samples(network, options.samples, size)
+            write_samples(samples, folder, label)
+            if options.features is not None:
+                judge, real = load_model(Path(options.features)).to(device), open_images(place, Path(options.features))
+                drawn = replace(real, images=samples.squeeze(-1), place="the samples")
+                both = (features_of(judge, real, numbers, size), features_of(judge, drawn, range(len(samples)), size))
+                found["frechet"] = {"classifier": options.features, "distance": frechet_distance(*both)}
+        write_json(folder / "report.json", record)
+    return record
+
+
+def lines(record: dict[str, Any]) -> list[str]:
+    """The scores of an evaluation in words, a line for each model; ratios are those to the first one."""
+    said = []
+    for label, model in record["models"].items():
+        parts = []
+        for name in model["scores"].keys() & {"top1", "top5", "error"}:
+            kinds = ("value",) if not said else ("value", "ratio")
+            figures = {kind: model["scores"][name][kind] for kind in kinds if kind in model["scores"][name]}
+            parts += [f"{name} {kind} {show_figure(*figure.values(), '.4f')}" for kind, figure in figures.items()]
+        if "frechet" in model:
+            parts.append("Frechet distance {distance:.2f} in features of {classifier}".format(**model["frechet"]))
+        said.append(f"{label}: {', '.join(sorted(parts))}")
+    return said

@@ -1,0 +1,130 @@
+"""Scores of models of images: accuracy and errors as loops, pairs with the base, samples, and the Frechet distance."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_images import ROUTED, SIZE, save_dit, save_vit, write_idx
+
+from moh_llm.cli import main
+from moh_llm.evaluation.images import frechet_distance, paired, score_images
+from moh_llm.vision import load_model
+from moh_llm.vision.images import open_images
+from moh_llm.vision.prediction import add_noise
+
+
+def test_classifiers_are_compared_on_the_same_images(tmp_path, capsys) -> None:
+    images = write_idx(tmp_path / "images", 20)
+    model, base = save_vit(tmp_path / "moh"), save_vit(tmp_path / "base", **ROUTED | {"num_active_heads": 4})
+    command = [
+        "evaluate",
+        str(model),
+        "--base",
+        str(base),
+        "--data-dir",
+        str(images),
+        "--output-dir",
+        str(tmp_path / "r"),
+    ]
+    assert main([*command, "--limit", "10", "--batch-size", "3"]) == 0
+    record = json.loads((tmp_path / "r/report.json").read_text())
+    opened, hits = open_images(str(images), model), {}
+    for label, folder in (("model", model), ("base", base)):
+        network = load_model(folder)
+        with torch.no_grad():
+            best = [network(opened.batch([number])).logits[0].argmax().item() for number in range(0, 20, 2)]
+        hits[label] = [int(one == opened.labels[2 * number]) for number, one in enumerate(best)]
+        found = record["models"][label]
+        assert found["count"] == 10 and found["scores"]["top1"]["value"]["value"] == sum(hits[label]) / 10
+        assert found["scores"]["top5"]["value"]["value"] == 1  # of three classes
+    difference = record["models"]["model"]["scores"]["top1"]["difference"]
+    assert difference["value"] == pytest.approx((sum(hits["model"]) - sum(hits["base"])) / 10)
+    assert difference["interval"][0] <= difference["value"] <= difference["interval"][1]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("base: top1 value ") and "top1 ratio " in said[1] and len(said) == 3
+
+
+def test_errors_of_denoisers_are_loops_with_the_same_noise(tmp_path) -> None:
+    pytest.importorskip("diffusers")
+    images = write_idx(tmp_path / "images", 4)
+    network = load_model(save_dit(tmp_path / "dit", out_channels=2, **ROUTED | {"head_fallback": "none"}))
+    opened = open_images(str(images), tmp_path / "dit")
+    found = score_images(network, opened, [3, 1], size=1)
+    for row, number in enumerate([3, 1]):
+        draw, pixels = torch.Generator().manual_seed(row), opened.batch([number])
+        for band in range(5):
+            step = torch.randint(200 * band, 200 * band + 200, (1,), generator=draw)
+            noise = torch.randn(1, 1, SIZE, SIZE, generator=draw)
+            with torch.no_grad():
+                output = network(add_noise(pixels, noise, step), step, opened.labels[[number]]).sample[0, 0]
+            error = ((output - noise[0, 0]).double() ** 2).mean().item()
+            assert found[f"error_{200 * band}_{200 * band + 199}"][row] == pytest.approx(error, rel=1e-4)
+    whole = score_images(network, opened, [3, 1], size=2)
+    assert all(np.allclose(found[name], whole[name], rtol=1e-4) for name in found)
+    assert np.allclose(found["error"], np.mean([values for name, values in found.items() if name != "error"], 0))
+
+
+def test_samples_are_drawn_written_and_compared(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("diffusers")
+    monkeypatch.setattr("moh_llm.evaluation.images.SAMPLING_STEPS", 4)
+    images = write_idx(tmp_path / "images", 40)
+    model = save_dit(tmp_path / "dit", out_channels=2, **ROUTED | {"head_fallback": "none"})
+    words = [
+        "evaluate",
+        str(model),
+        "--base",
+        str(model),
+        "--data-dir",
+        str(images),
+        "--output-dir",
+        str(tmp_path / "r"),
+    ]
+    assert main([*words, "--samples", "10", "--features", str(save_vit(tmp_path / "vit"))]) == 0
+    record = json.loads((tmp_path / "r/report.json").read_text())
+    own, base = (np.load(tmp_path / "r" / f"{label}.npz")["arr_0"] for label in ("model", "base"))
+    assert own.shape == (10, SIZE, SIZE, 3) and own.dtype == np.uint8 and len(np.unique(own)) > 50
+    assert np.array_equal(own, base)  # the same model and noise
+    grid = np.asarray(Image.open(tmp_path / "r/model.png"))
+    assert grid.shape == (3 * SIZE, 3 * SIZE, 3) and np.array_equal(grid[SIZE : 2 * SIZE, :SIZE], own[3])
+    scores = record["models"]["model"]
+    assert scores["scores"]["error"]["ratio"] == {"value": 1, "interval": [1, 1]}
+    assert scores["frechet"]["distance"] > 0 and scores["frechet"]["classifier"] == str(tmp_path / "vit")
+
+
+def test_the_frechet_distance_is_that_of_normal_distributions() -> None:
+    """With covariances S and T that commute it is |m - n|^2 + |S^1/2 - T^1/2|^2."""
+    signs = np.array([[1, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]]) * np.sqrt(3 / 4)  # covariance 1, mean 0
+    turn = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
+    first, second = signs * [1.0, 2.0, 3.0] @ turn + [1.0, 0.0, 2.0], signs * [2.0, 0.5, 3.0] @ turn
+    assert frechet_distance(first, second) == pytest.approx(5 + 1 + 1.5**2)
+    assert frechet_distance(first, first) == pytest.approx(0, abs=1e-9)
+
+
+def test_paired_figures_are_means_and_their_intervals_cover_noise() -> None:
+    base = np.linspace(0.5, 1.5, 200)
+    found = paired(1.02 * base, base)
+    assert found["value"]["value"] == pytest.approx(1.02) and found["ratio"]["value"] == pytest.approx(1.02)
+    assert np.diff(found["ratio"]["interval"]) < 1e-9 < np.diff(found["value"]["interval"])
+    assert "ratio" not in paired(base, 0 * base)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "models of images are scored on images: name them as data_dir"),
+        (["--data-dir", "IMAGES", "--suite", "smoke"], "suite has no meaning for models of images"),
+        (["--data-dir", "IMAGES", "--base", "BASE"], "is another kind of model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(words, told, tmp_path, capsys) -> None:
+    places = {"IMAGES": str(write_idx(tmp_path / "images", 6))}
+    if "BASE" in words:
+        pytest.importorskip("diffusers")
+        places["BASE"] = str(save_dit(tmp_path / "dit"))
+    command = ["evaluate", str(save_vit(tmp_path / "vit")), "--output-dir", str(tmp_path / "report")]
+    capsys.readouterr()
+    assert main([*command, *(places.get(word, word) for word in words)]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert told in said and not (tmp_path / "report").exists()

@@ -1,0 +1,292 @@
+"""Training on images: losses against float64 loops, what is drawn and dropped, what is frozen, and resuming."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny_images import ROUTED, SIZE, recipe, save_dit, save_vit, write_idx
+
+import moh_llm
+from moh_llm.cli import main
+from moh_llm.errors import UserError
+from moh_llm.recipe import read_options, recipe_values
+from moh_llm.records.tensors import is_routing_weight
+from moh_llm.training.config import TrainConfig
+from moh_llm.training.images import ImageStep, ImageStream, ImageTraining
+from moh_llm.vision import load_model
+from moh_llm.vision.gated_heads_moh import batch_balance_loss
+from moh_llm.vision.images import open_images
+from moh_llm.vision.prediction import add_noise, denoising_loss, predict
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    return write_idx(tmp_path / "images", 10)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model's folder, or of a checkpoint."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+# ---- losses
+
+
+def test_the_denoising_loss_is_a_loop_over_values() -> None:
+    """Squared error, and the KL between two normal distributions in bits, with the means of Ho et al. (2020)."""
+    draw = torch.Generator().manual_seed(0)
+    images, noise, output = (torch.randn(3, n, 2, 2, generator=draw, dtype=torch.float64) for n in (2, 2, 4))
+    timestep = torch.tensor([0, 1, 700])
+    betas = [1e-4 + (0.02 - 1e-4) * step / 999 for step in range(1000)]
+    kept = [math.prod(1 - beta for beta in betas[: step + 1]) for step in range(1000)]
+    noised, errors, bits = torch.empty_like(images), [], []
+    for row, step in enumerate(timestep.tolist()):
+        a, before = kept[step], kept[step - 1] if step else 1.0
+        of_image = math.sqrt(before) * betas[step] / (1 - a)
+        of_noised = math.sqrt(1 - betas[step]) * (1 - before) / (1 - a)
+        variance = betas[max(step, 1)] * (1 - kept[max(step, 1) - 1]) / (1 - kept[max(step, 1)])
+        for place in range(8):
+            x, e = images[row].flatten()[place].item(), noise[row].flatten()[place].item()
+            found, v = output[row, :2].flatten()[place].item(), output[row, 2:].flatten()[place].item()
+            y = math.sqrt(a) * x + math.sqrt(1 - a) * e
+            noised[row].view(-1)[place] = y
+            errors.append((found - e) ** 2)
+            mean = of_image * x + of_noised * y
+            predicted = of_image * (y - math.sqrt(1 - a) * found) / math.sqrt(a) + of_noised * y
+            own = math.exp((v + 1) / 2 * math.log(betas[step]) + (1 - v) / 2 * math.log(variance))
+            kl = 0.5 * (math.log(own / variance) + (variance + (mean - predicted) ** 2) / own - 1)
+            bits.append(kl / math.log(2))
+    torch.testing.assert_close(add_noise(images, noise, timestep), noised)
+    expected = sum(errors) / len(errors)
+    assert denoising_loss(output[:, :2], images, noise, noised, timestep).item() == pytest.approx(expected)
+    expected += sum(bits) / len(bits)
+    assert denoising_loss(output, images, noise, noised, timestep).item() == pytest.approx(expected)
+
+
+def test_the_variance_is_learned_without_moving_the_mean() -> None:
+    output = torch.randn(1, 2, 2, 2, requires_grad=True)
+    images, noise = torch.randn(1, 1, 2, 2), torch.randn(1, 1, 2, 2)
+    denoising_loss(output, images, noise, add_noise(images, noise, torch.tensor([5])), torch.tensor([5])).backward()
+    torch.testing.assert_close(output.grad[:, :1], 2 * (output[:, :1] - noise).detach() / 4)
+    assert output.grad[:, 1:].abs().min() > 0
+
+
+def test_losses_of_a_classifier_are_loops(tmp_path, images) -> None:
+    network = load_model(save_vit(tmp_path / "vit")).double()
+    pixels, labels = torch.randn(3, 1, SIZE, SIZE, dtype=torch.float64), torch.tensor([0, 2, 1])
+    config = recipe(tmp_path / "vit", tmp_path / "run", images, images__label_smoothing=0.3)
+    with torch.no_grad():
+        logits, router_logits = predict(network, {"pixel_values": pixels})
+        task, balance, right = ImageStep(network, None, config)(labels, pixel_values=pixels).tolist()
+        expected, hits = 0.0, 0
+        for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
+            total = sum(map(math.exp, row))
+            expected -= sum((0.7 * (k == label) + 0.1) * math.log(math.exp(row[k]) / total) for k in range(3)) / 3
+            hits += max(row) == row[label]
+        assert task == pytest.approx(expected) and right == pytest.approx(hits / 3)
+        assert balance == pytest.approx(batch_balance_loss(router_logits, network.routers).item())
+        teacher = load_model(save_vit(tmp_path / "other", **ROUTED | {"num_active_heads": 4})).double()
+        own, other = (predict(each, {"pixel_values": pixels})[0].softmax(-1) for each in (network, teacher))
+        kl = sum(q * math.log(q / p) for p, q in zip(own.flatten().tolist(), other.flatten().tolist(), strict=True)) / 3
+        task = ImageStep(network, teacher, config)(labels, pixel_values=pixels)[0].item()
+        assert task == pytest.approx(kl) and kl > 0
+
+
+# ---- what is read and drawn
+
+
+def test_each_epoch_holds_each_image_once_in_an_order_of_its_own(tmp_path, images) -> None:
+    stream = ImageStream(open_images(str(images), save_vit(tmp_path / "vit")), seed=1)
+    epochs = [stream.batch(first, 10)["pixels"].flatten(1) for first in (0, 10)]
+    assert not torch.equal(*epochs)
+    whole = sorted(map(tuple, stream.images.batch(range(10)).flatten(1).tolist()))
+    assert all(sorted(map(tuple, epoch.tolist())) == whole for epoch in epochs)
+    parts = [next(stream.read_steps([2], 4, rank, 2))["pixels"] for rank in range(2)]
+    assert torch.equal(torch.cat(parts), next(stream.read_steps([2], 4, 0, 1))["pixels"])
+
+
+def test_labels_are_dropped_once_for_all_blocks(tmp_path, images) -> None:
+    pytest.importorskip("diffusers")
+    network = load_model(save_dit(tmp_path / "dit"))
+    config = recipe(tmp_path / "dit", tmp_path / "run", images, objective__kind="noise", images__label_dropout=0.5)
+    step = ImageStep(network, None, config)
+    seen = []
+    for block in network.transformer_blocks:
+        embedder = block.norm1.emb.class_embedder
+        embedder.embedding_table.register_forward_pre_hook(lambda module, args: seen.append(args[0].tolist()))
+    torch.manual_seed(0)
+    pixels, labels = torch.zeros(64, 1, SIZE, SIZE), torch.arange(64) % 3
+    inputs = step.train().make_inputs(pixels, labels)
+    step(**inputs)
+    dropped = [label == 3 for label in inputs["class_labels"].tolist()]
+    assert 16 < sum(dropped) < 48 and all(rows == inputs["class_labels"].tolist() for rows in seen) and len(seen) == 3
+    assert step.eval().make_inputs(pixels, labels)["class_labels"].tolist() == labels.tolist()
+    assert step.make_inputs(pixels, torch.full((64,), -1))["class_labels"].tolist() == [3] * 64
+
+
+def test_half_of_the_images_are_mirrored_in_training_only(tmp_path, images) -> None:
+    network = load_model(save_vit(tmp_path / "vit"))
+    pixels, labels = torch.rand(64, 1, SIZE, SIZE), torch.zeros(64, dtype=torch.int64)
+    for flip in (True, False):
+        config = recipe(tmp_path / "vit", tmp_path / "run", images, images__flip=flip)
+        found = ImageStep(network, None, config).train().make_inputs(pixels, labels)["pixel_values"]
+        mirrored = [torch.equal(own, other.flip(-1)) for own, other in zip(found, pixels, strict=True)]
+        same = [torch.equal(own, other) for own, other in zip(found, pixels, strict=True)]
+        assert sum(mirrored) + sum(same) == 64 and (16 < sum(mirrored) < 48 if flip else not any(mirrored))
+    assert torch.equal(ImageStep(network, None, config).eval().make_inputs(pixels, labels)["pixel_values"], pixels)
+
+
+# ---- runs
+
+
+class Killed(Exception):
+    """Ends a run in the middle of a step."""
+
+
+@pytest.mark.parametrize("kind", ["classifier", "denoiser"])
+def test_a_killed_run_resumes_bit_for_bit(kind, tmp_path, images, monkeypatch) -> None:
+    if kind == "denoiser":
+        pytest.importorskip("diffusers")
+        model = save_dit(tmp_path / "model", out_channels=2, **ROUTED | {"head_fallback": "none"})
+    else:
+        model = save_vit(tmp_path / "model")
+    how = {"images__ema_decay": 0.5, "images__held_out": str(images)}
+    how["objective__kind"] = "noise" if kind == "denoiser" else "cross_entropy"
+    moh_llm.train(recipe(model, tmp_path / "whole", images, **how))
+    cut, gradients = recipe(model, tmp_path / "cut", images, **how), ImageTraining.gradients
+    done = []
+
+    def killed(self, batch):
+        if len(done) == 2:
+            raise Killed
+        done.append(batch)
+        return gradients(self, batch)
+
+    monkeypatch.setattr(ImageTraining, "gradients", killed)
+    with pytest.raises(Killed):
+        moh_llm.train(cut)
+    monkeypatch.undo()
+    record = moh_llm.train(cut)
+    assert record.status == "finished"
+    names = ["model", "checkpoints/step-000004"]
+    for name in names:
+        whole, resumed = weights_of(tmp_path / "whole" / name), weights_of(tmp_path / "cut" / name)
+        assert whole.keys() == resumed.keys() and all(torch.equal(whole[key], resumed[key]) for key in whole)
+    logs = [
+        [{**json.loads(line), "timing": None} for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("whole", "cut")
+    ]
+    assert logs[0] == logs[1] and [line["step"] for line in logs[0]] == [0, 1, 2, 3, 4]
+    assert moh_llm.train(cut) == record  # nothing to do
+
+    # What is saved is the moving average of the weights after each step.
+    average = weights_of(model)
+    for step in range(1, 5):
+        weights = weights_of(tmp_path / "whole" / f"checkpoints/step-{step:06d}")
+        average = {key: average[key].lerp(weights.get(key, average[key]), 0.5) for key in average}
+    saved = weights_of(tmp_path / "whole" / "model")
+    assert any(key.startswith("average.") for key in weights)
+    for key in average.keys() & weights.keys():
+        torch.testing.assert_close(saved[key], average[key], rtol=0, atol=1e-6)
+
+
+def test_a_frozen_base_stays_and_routers_learn(tmp_path, images) -> None:
+    model = save_vit(tmp_path / "vit")
+    moh_llm.train(recipe(model, tmp_path / "run", images, freeze_base=True))
+    before, after = weights_of(model), weights_of(tmp_path / "run/model")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(map(is_routing_weight, changed))
+    assert {name.rpartition(".attention.")[2] for name in changed} >= {"router.routed.weight", "fallback.bias"}
+
+
+def test_distillation_lowers_the_distance_to_the_base_and_leaves_it_as_it_is(tmp_path, images) -> None:
+    model = save_vit(tmp_path / "vit")
+    how = {"images__held_out": str(images), "max_steps": 15, "evaluation__eval_steps": 15, "images__flip": False}
+    record = moh_llm.train(recipe(model, tmp_path / "run", images, **how, checkpoint__save_steps=15))
+    log = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    assert record.held_out["task_loss"] == log[-1]["held_out"]["task_loss"] < 0.7 * log[0]["held_out"]["task_loss"]
+    assert log[-1]["loss"] == pytest.approx(log[-1]["task_loss"] + 0.01 * log[-1]["balance_loss"])
+    # The teacher is the model with all heads on, as it was at first.
+    config = recipe(model, tmp_path / "run", images)
+    network = load_model(model)
+    teacher = moh_llm.training.images.make_teacher(config, network)
+    pixels = open_images(str(images), model).batch(range(4))
+    with torch.no_grad(), network.all_heads_active():
+        expected = predict(network, {"pixel_values": pixels})[0]
+    for weight in network.parameters():
+        weight.data.zero_()
+    assert torch.equal(predict(teacher, {"pixel_values": pixels})[0], expected)
+    assert not any(weight.requires_grad for weight in teacher.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lora": {}}, "lora has no meaning for images"),
+        ({"data__sequence_length": 64}, "data.sequence_length has no meaning for images"),
+        ({"objective__kind": "noise"}, "objective.kind=noise is not for MoHViTForImageClassification"),
+        ({"images__train": "nowhere/at/all"}, "nowhere/at/all does not exist"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(changes, told, tmp_path, images) -> None:
+    config = recipe(save_vit(tmp_path / "vit"), tmp_path / "run", images, **changes)
+    with pytest.raises(UserError, match=told) as error:
+        moh_llm.train(config)
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_models_and_recipes_of_text_and_images_are_told_apart(tmp_path, images) -> None:
+    plan = ROUTED | {"head_fallback": "none", "router_score": "weighted"}
+    config = recipe(save_vit(tmp_path / "vit", **plan), tmp_path / "run", images)
+    with pytest.raises(UserError, match="holds no base to distill from"):
+        moh_llm.train(config)
+    with pytest.raises(UserError, match=r"is a model of images; name them as images\.train"):
+        moh_llm.train(replace(config, images=None))
+    with pytest.raises(UserError, match="models of images are ViT, DeiT and DINOv2"):
+        (tmp_path / "vit/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+        moh_llm.train(config)
+
+
+# ---- from scratch
+
+
+def test_init_writes_a_vit_and_a_dit_that_starts_at_zero(tmp_path, capsys) -> None:
+    pytest.importorskip("diffusers")
+    shipped = Path(__file__).parents[2] / "recipes/architectures"
+    toys = {"moh_vit_s_75": {"hidden_size": 24, "intermediate_size": 32, "image_size": 32}}
+    toys["moh_dit_s2_75"] = {"attention_head_dim": 4, "sample_size": 8}
+    for name, toy in toys.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(yaml.safe_load((shipped / path.name).read_text()) | toy))
+        for seed in ("0", "0", "1"):
+            folder = tmp_path / f"{name}-{len(list(tmp_path.glob(f'{name}-*')))}"
+            assert main(["init", str(path), "--output-dir", str(folder), "--seed", seed]) == 0
+        assert "12 layers of 6 heads -> 4.5 active, router two_stage" in capsys.readouterr().out
+        first, again, other = (weights_of(tmp_path / f"{name}-{number}") for number in range(3))
+        assert all(torch.equal(first[key], again[key]) for key in first)
+        assert any(not torch.equal(first[key], other[key]) for key in first)
+        assert sum(router.num_active for router in load_model(tmp_path / f"{name}-0").routers) == 54
+    zero = {name for name, weight in first.items() if not weight.any() and name.endswith("weight")}
+    adaptive = {f"transformer_blocks.{layer}.norm1.linear.weight" for layer in range(12)}
+    assert zero == adaptive | {"proj_out_1.weight", "proj_out_2.weight"}
+    path.write_text("sample_size: 8\nheads: 3\n")
+    assert main(["init", str(path), "--output-dir", str(tmp_path / "out")]) == 2
+    assert "makes no model: " in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["moh_vit_s_75", "moh_vit_b_50", "moh_dit_s2_75", "moh_dit_b2_75"])
+def test_plans_have_the_published_shares(name) -> None:
+    root = Path(__file__).parents[2] / "recipes"
+    plan = yaml.safe_load((root / f"architectures/{name}.yaml").read_text())
+    heads = plan["num_attention_heads"] * len(plan["num_active_heads"])
+    assert sum(plan["num_active_heads"]) / heads == int(name[-2:]) / 100
+    config = read_options(TrainConfig, recipe_values(root / f"{name}.yaml"))
+    assert config.images is not None and config.model == f"out/{name}_initial"
