@@ -42,8 +42,9 @@ def watch(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch], take: Callab
     """Run the decoder over batches and pass each layer's states to ``take``; returns the number of tokens.
 
     Args:
-        model: a MoH model in evaluation mode.
-        batches: `input_ids` and `position_ids` `[B, T]`; documents are isolated where positions restart.
+        model: a MoH model of text or images in evaluation mode.
+        batches: `input_ids` and `position_ids` `[B, T]`; documents are isolated where positions restart. Of images:
+            `pixel_values`.
         take: called once per batch and layer, first layer first.
 
     Raises:
@@ -52,12 +53,19 @@ def watch(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch], take: Callab
     decoder = getattr(model, model.base_model_prefix, model)
     device = next(decoder.parameters()).device
     tokens = 0
-    with _hooks(decoder, take):
+
+    def count(seen: LayerPass) -> None:
+        nonlocal tokens
+        tokens += seen.on[..., 0].numel() * (seen.layer == 0)
+        take(seen)
+
+    with _hooks(decoder, count):
         for batch in batches:
-            if batch["input_ids"].numel():
+            if "pixel_values" in batch:
+                decoder(pixel_values=batch["pixel_values"].to(device))
+            elif batch["input_ids"].numel():
                 ids, positions = batch["input_ids"].to(device), batch["position_ids"].to(device)
                 decoder(input_ids=ids, position_ids=positions, use_cache=False)
-            tokens += batch["input_ids"].numel()
     if not tokens:
         raise UserError("the text to analyse has no tokens; give more text")
     return tokens
@@ -66,8 +74,9 @@ def watch(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch], take: Callab
 @contextmanager
 def _hooks(decoder: nn.Module, take: Callable[[LayerPass], None]) -> Iterator[None]:
     handles = []
-    for number, layer in enumerate(decoder.layers):
-        attention, seen = layer.self_attn, {}
+    layers = (layer for layer in decoder.modules() if isinstance(getattr(layer, "router", None), MoHRouter))
+    for number, attention in enumerate(layers):
+        seen: dict[str, torch.Tensor] = {}
         handles += [
             attention.router.register_forward_hook(partial(_keep_routing, seen)),
             attention.o_proj.register_forward_pre_hook(partial(_keep_heads, seen)),

@@ -1,0 +1,298 @@
+"""Small ViTs trained from scratch on Fashion-MNIST, dense and MoH with its ablations, and a probe of converted models.
+
+    python benchmarks/vision_data.py out/vision
+    python benchmarks/vision.py out/vision --output-dir out/vision-runs
+    python benchmarks/vision.py out/vision --output-dir out/vision-runs --variants --probe out/vision/dinov2-small MOH
+
+ViTs have 4 layers of 8 heads and width 64, and read 300 batches of 128 images of 28x28 as 17 tokens (AdamW, cosine,
+flips, smoothed labels). With one seed all variants see the same images in the same order. Accuracy is of 10,000 test
+images; 95 % intervals of the difference to the dense model are by bootstrap over images and seeds. `moh` has the
+weights of the authors' code (`router_score: normalized`) and 2 shared heads; `-weighted` is Eq. 5 as printed, `fixed`
+has the same heads on for all tokens. Tab. 5: `moe-attention` has neither shared heads nor stages, `-one-stage` no
+stages. Of the reviews: `sparse` attends to the best keys alone, `-experts` has two feed-forward experts.
+
+The probe compares models with the first, their base: a linear probe of the class token that was fitted on the base's
+features, one that was fitted on the model's own, and the 5 nearest neighbours. Fitted on training images, scored on
+test images. OUTPUT/vision.json has all runs; the same command goes on after an interruption.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from baselines.images import add_experts, attend_to_fewer_keys, learn_shared_heads
+from command import keep_settings, status_of
+from scratch import difference_interval
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+from transformers import AutoModel
+
+from moh_llm.analysis.heads import LayerPass, watch
+from moh_llm.analysis.record import head_similarity, measure_load
+from moh_llm.files import write_json
+from moh_llm.intervals import show_figure
+from moh_llm.reading import read_json
+from moh_llm.training.step import warmup_cosine
+from moh_llm.vision import MoHViTConfig
+from moh_llm.vision.images import _open_idx, open_images
+from moh_llm.vision.modeling_moh_vit import MoHViTForImageClassification
+
+SIZE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 128}
+SIZE |= {"image_size": 28, "patch_size": 7, "num_channels": 1, "num_labels": 10}
+BATCH, RATE, SMOOTHING = 128, 2e-3, 0.1
+TEST, SCORED, WATCHED = 10_000, 500, 2000  # images of test, of a batch of these, and those that heads are watched on
+PENALTY = 1e-3  # of a linear probe's squared weights
+CLASSES = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A head plan, and what is changed of the model that it makes."""
+
+    plan: dict[str, Any]
+    change: Callable[[MoHViTForImageClassification], None] = field(default=lambda model: None)
+
+    def make(self) -> MoHViTForImageClassification:
+        """The model with random weights, drawn from torch's generator."""
+        model = MoHViTForImageClassification(MoHViTConfig(**SIZE, **self.plan))
+        self.change(model)
+        return model
+
+
+def fixed(heads: int) -> dict[str, Any]:
+    """The first heads are on for all tokens; all 8 are a dense ViT."""
+    return {"router_type": "none", "num_shared_heads": heads, "num_active_heads": heads}
+
+
+def moh(active: int, shared: int = 2, score: str = "normalized") -> dict[str, Any]:
+    """The plan of the two-stage router."""
+    heads = {"num_shared_heads": shared, "num_active_heads": active}
+    return heads | {"router_type": "two_stage", "router_score": score}
+
+
+def without_stages(model: MoHViTForImageClassification) -> None:
+    """Shared and routed heads are not weighed against one another."""
+    for router in model.routers:
+        del router.stage
+
+
+VARIANTS = {"dense": Variant(fixed(8))}
+for _percent, _heads in ((75, 6), (50, 4)):
+    VARIANTS |= {
+        f"moh-{_percent}": Variant(moh(_heads)),
+        f"moh-{_percent}-weighted": Variant(moh(_heads, score="weighted")),
+        f"fixed-{_percent}": Variant(fixed(_heads)),
+        f"sparse-{_percent}": Variant(fixed(8), functools.partial(attend_to_fewer_keys, share=_percent / 100)),
+        f"moe-attention-{_percent}": Variant(moh(_heads, shared=0)),
+        f"moh-{_percent}-learned": Variant(moh(_heads, shared=0), learn_shared_heads),
+    }
+VARIANTS |= {"moh-75-one-stage": Variant(moh(6), without_stages), "moh-100": Variant(moh(8))}
+VARIANTS |= {f"moh-75-shared-{shared}": Variant(moh(6, shared=shared)) for shared in (1, 3, 4, 5)}
+VARIANTS |= {"dense-experts": Variant(fixed(8), add_experts), "moh-75-experts": Variant(moh(6), add_experts)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="folder of benchmarks/vision_data.py")
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--probe", nargs="+", default=[], metavar="MODEL", help="a base, and models made from it")
+    parser.add_argument("--probe-images", type=int, default=2000, help="of training, and of test")
+    return status_of(run, parser.parse_args())
+
+
+def run(args: argparse.Namespace) -> None:
+    keep_settings(args.output_dir, {"steps": args.steps, "probe_images": args.probe_images})
+    file = args.output_dir / "vision.json"
+    record: dict[str, Any] = read_json(file) if file.exists() else {"runs": {}, "probe": {}}
+    images = {part: read(args.data, part) for part in ("train", "t10k")} if args.variants else {}
+    for seed in args.seeds:
+        for name in args.variants:
+            found = record["runs"].setdefault(name, {})
+            if str(seed) not in found:
+                found[str(seed)] = measure(VARIANTS[name], seed, args.steps, images)
+                write_json(file, record)
+                print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
+    if args.variants:
+        print(*table(record["runs"], args.variants, args.seeds), sep="\n")
+    if missing := [name for name in args.probe if name not in record["probe"]]:
+        record["probe"] |= probe(args, [*args.probe[:1], *(name for name in missing if name != args.probe[0])])
+        write_json(file, record)
+    print(*probe_table(record["probe"], args.probe, args.probe_images), sep="\n")
+
+
+def read(folder: Path, part: str) -> tuple[Tensor, Tensor]:
+    """Pixels from -1 to 1, `[N, 1, 28, 28]`, and labels `[N]`."""
+    pixels, labels, _ = _open_idx(folder / "fashion-mnist" / f"{part}-images-idx3-ubyte.gz")
+    return pixels[:, None] / 127.5 - 1, labels
+
+
+def measure(variant: Variant, seed: int, steps: int, images: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Train and score one model."""
+    torch.manual_seed(seed)
+    model = train(variant.make(), *images["train"], steps, torch.Generator().manual_seed(seed))
+    pixels, labels = images["t10k"]
+    with torch.no_grad():
+        logits = torch.cat([model(pixel_values=part).logits for part in pixels.split(SCORED)])
+    answers = logits.argmax(-1) == labels
+    found: dict[str, Any] = {"right": packed(answers), "parameters": model.num_parameters()}
+    learned = [router.preference for router in model.routers if hasattr(router, "preference")]
+    if learned:
+        found["shared_heads"] = [sorted(one.topk(2).indices.tolist()) for one in learned]
+    elif variant.change is VARIANTS["dense"].change:
+        found["heads"] = analyse(model, pixels, labels)
+    return found
+
+
+def train(
+    model: MoHViTForImageClassification, pixels: Tensor, labels: Tensor, steps: int, draw: torch.Generator
+) -> MoHViTForImageClassification:
+    """The model after some steps on images in an order that is drawn once."""
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+    order = torch.randperm(len(pixels), generator=draw)
+    model.train()
+    for step in range(steps):
+        chosen = order[torch.arange(step * BATCH, (step + 1) * BATCH) % len(order)]
+        flipped = torch.rand(BATCH, 1, 1, 1, generator=draw) < 0.5
+        out = model(
+            pixel_values=torch.where(flipped, pixels[chosen].flip(-1), pixels[chosen]), output_router_logits=True
+        )
+        loss = cross_entropy(out.logits, labels[chosen], label_smoothing=SMOOTHING)
+        loss = loss + model.config.head_balance_coef * out.aux_loss
+        (loss + sum(getattr(module, "auxiliary_loss", 0) for module in model.modules())).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = warmup_cosine(step, steps // 20, steps, RATE / steps, RATE, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def analyse(model: nn.Module, pixels: Tensor, labels: Tensor) -> dict[str, Any]:
+    """Similarity of heads (Tab. B) and ranks on the first 500 images, and load by class (Fig. 3)."""
+    batches = [{"pixel_values": part} for part in pixels[:SCORED].split(100)]
+    found = {"similarity": head_similarity(model, batches), "rank": ranks(model, batches)}
+    if any(router.num_routed and router.top_k for router in model.routers):
+        of_class = {name: pixels[:WATCHED][labels[:WATCHED] == number] for number, name in enumerate(CLASSES)}
+        parts = {name: [{"pixel_values": own}] for name, own in of_class.items()}
+        found["load"] = measure_load(model, parts)["head_load_by_text"]
+    return found
+
+
+def ranks(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """Of each layer, how many principal components hold 99 % of the variance of what shared heads add to the tokens,
+    together, and of what the others add."""
+    layers = [module for module in model.modules() if hasattr(module, "o_proj")]
+    added: list[dict[str, list[Tensor]]] = [{"shared": [], "routed": []} for _ in layers]
+
+    def take(seen: LayerPass) -> None:
+        weight = layers[seen.layer].o_proj.weight.unflatten(1, seen.heads.shape[2:])  # [C, H, D]
+        shared = list(layers[seen.layer].router.kinds()[0])
+        routed = [head for head in range(seen.heads.shape[2]) if head not in shared]
+        for kind, own in (("shared", shared), ("routed", routed)):
+            if own:
+                out = torch.einsum("bthd,chd->btc", seen.heads[:, :, own], weight[:, own])
+                added[seen.layer][kind].append(out.flatten(0, 1))
+
+    watch(model, batches, take)
+    return {kind: [rank(torch.cat(one[kind])) if one[kind] else None for one in added] for kind in ("shared", "routed")}
+
+
+def rank(features: Tensor) -> int:
+    """How many principal components hold 99 % of the variance of features `[N, C]`."""
+    held = torch.linalg.eigvalsh(features.double().T.cov()).flip(0).cumsum(0)
+    return 1 + int((held < 0.99 * held[-1]).sum())
+
+
+def packed(right: Tensor) -> str:
+    """Whether each answer is right, bool `[N]`, as hexadecimal digits."""
+    return np.packbits(right.numpy()).tobytes().hex()
+
+
+def unpacked(digits: str, count: int) -> np.ndarray:
+    """What was packed of `count` answers, float64 `[N]`."""
+    return np.unpackbits(np.frombuffer(bytes.fromhex(digits), np.uint8), count=count).astype(np.float64)
+
+
+def show(own: np.ndarray, other: np.ndarray | None) -> str:
+    """Accuracy in percent of right answers `[S, N]`, and its paired difference in points with its interval."""
+    accuracy = f"{100 * own.mean():.2f}"
+    if other is None:
+        return f"{accuracy} |"
+    bounds = difference_interval(np.ones(own.shape[1]), own, other)
+    return f"{accuracy} | {show_figure(100 * (own - other).mean(), [100 * end for end in bounds], '+.2f')}"
+
+
+def table(runs: dict[str, dict[str, Any]], names: list[str], seeds: list[int]) -> Iterator[str]:
+    """A line for each variant."""
+    yield "variant | parameters | accuracy, % | less dense's | by seed"
+    for name in names:
+        own, dense = (
+            np.array([unpacked(runs[one][str(seed)]["right"], TEST) for seed in seeds]) for one in (name, "dense")
+        )
+        by_seed = " ".join(f"{100 * one.mean():.2f}" for one in own)
+        parameters = f"{runs[name][str(seeds[0])]['parameters']:,}"
+        yield f"{name} | {parameters} | {show(own, None if name == 'dense' else dense)} | {by_seed}"
+
+
+@torch.no_grad()
+def features_of(args: argparse.Namespace, name: str, part: str) -> tuple[Tensor, Tensor]:
+    """Class tokens `[N, C]` and labels of the first images."""
+    images = open_images(str(args.data / "fashion-mnist" / f"{part}-images-idx3-ubyte.gz"), Path(name))
+    model = AutoModel.from_pretrained(name).eval()
+    numbers = torch.arange(args.probe_images)
+    states = [model(pixel_values=images.batch(own)).last_hidden_state[:, 0] for own in numbers.split(50)]
+    return torch.cat(states), images.labels[numbers]
+
+
+def linear_probe(features: Tensor, labels: Tensor) -> nn.Sequential:
+    """A linear classifier of standardised features, fitted with a penalty on its weights."""
+    norm, linear = nn.BatchNorm1d(features.shape[1], affine=False, momentum=None), nn.Linear(features.shape[1], 10)
+    inputs = norm(features)  # which keeps their means and variances
+    for weight in linear.parameters():
+        nn.init.zeros_(weight)
+    optimizer = torch.optim.LBFGS(linear.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = cross_entropy(linear(inputs), labels) + PENALTY * linear.weight.square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return nn.Sequential(norm, linear).eval().requires_grad_(False)
+
+
+def probe(args: argparse.Namespace, names: list[str]) -> dict[str, dict[str, str]]:
+    """Right answers of each model, the first of which is the base."""
+    found, of_base = {}, None
+    for name in names:
+        (known, labels), (asked, wanted) = (features_of(args, name, part) for part in ("train", "t10k"))
+        own = linear_probe(known, labels)
+        of_base = of_base or own
+        near = (normalize(asked, dim=-1) @ normalize(known, dim=-1).T).topk(5).indices
+        answers = {"the base's probe": of_base(asked).argmax(-1), "own probe": own(asked).argmax(-1)}
+        answers["5 neighbours"] = labels[near].mode(-1).values
+        found[name] = {kind: packed(one == wanted) for kind, one in answers.items()}
+    return found
+
+
+def probe_table(found: dict[str, dict[str, str]], names: list[str], count: int) -> Iterator[str]:
+    """A line for each model and kind of answers."""
+    for name in names:
+        for kind in found[name]:
+            own, base = (unpacked(found[one][kind], count)[None] for one in (name, names[0]))
+            share = f"{100 * own.mean() / base.mean():.1f} % of the base's"
+            yield f"{name} | {kind} | {show(own, None if name == names[0] else base)} | {share}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
