@@ -28,7 +28,7 @@ PathLike = str | os.PathLike[str]
 
 
 def convert(base: PathLike, output_dir: PathLike, **options: Any) -> "Conversion":
-    """Convert a pretrained LLaMA checkpoint into an MoH one, and verify it.
+    """Convert a pretrained LLaMA checkpoint, ViT, DeiT, DINOv2 or DiT into an MoH one, and verify it.
 
     Args:
         base: folder, Hub id or Hub id@revision of a checkpoint in safetensors, dense or MoH.
@@ -41,6 +41,7 @@ def convert(base: PathLike, output_dir: PathLike, **options: Any) -> "Conversion
     Raises:
         UserError: bad input; ``output_dir`` is then as before.
     """
+    from moh_llm.conversion.base import holds_image_model
     from moh_llm.conversion.config import ConversionConfig
     from moh_llm.conversion.convert import convert as convert_checkpoint
     from moh_llm.hub.card import write_local_card
@@ -48,6 +49,10 @@ def convert(base: PathLike, output_dir: PathLike, **options: Any) -> "Conversion
     from moh_llm.recipe import keyword_options
 
     config = keyword_options(ConversionConfig, "convert", base=base, output_dir=output_dir, **options)
+    if holds_image_model(config.base):
+        from moh_llm.vision.convert import convert_images
+
+        return convert_images(config)
     record = convert_checkpoint(config)
     with lock_folder(config.output_dir):
         write_local_card(config.output_dir)
@@ -65,10 +70,13 @@ def to_dense(model: PathLike, output_dir: PathLike, *, overwrite: bool = False) 
     Raises:
         UserError: ``model`` is no MoH model, weighs heads by their scores, or cannot be read.
     """
+    from moh_llm.conversion.base import holds_image_model, open_base
     from moh_llm.conversion.convert import restore_dense
     from moh_llm.reading import expand_home
 
-    restore_dense(expand_home(model), Path(expand_home(output_dir)), overwrite)
+    if holds_image_model(name := expand_home(model)):
+        from moh_llm.vision.convert import open_image_base as open_base
+    restore_dense(open_base(name), Path(expand_home(output_dir)), overwrite)
 
 
 def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **options: Any) -> "RunRecord":

@@ -51,6 +51,11 @@ def restore(config: "ConversionConfig") -> None:
 
 def print_conversion(record: "Conversion", output: Path) -> None:
     """Print the head plan, the cost and the verification."""
+    if record.images:
+        from moh_llm.vision.convert import describe
+
+        say(*describe(record, output), f"{record.seconds:.1f} s on {record.device}; written to {output}")
+        return
     from moh_llm.claims import calibration_text, heads_read, parameters_added
     from moh_llm.modeling import MoHLlamaConfig
 

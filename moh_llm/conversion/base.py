@@ -15,10 +15,10 @@ from transformers.utils.hub import CHAT_TEMPLATE_DIR
 from moh_llm.errors import UserError, reason
 from moh_llm.files import check_links
 from moh_llm.modeling.head_plan_moh import FORMAT
-from moh_llm.reading import expand_home
+from moh_llm.reading import expand_home, read_json
 from moh_llm.records.conversion import Base
 from moh_llm.records.identity import hash_weights
-from moh_llm.records.model import LICENCE_NAMES, may_be_hub_id, read_config, read_weight_map
+from moh_llm.records.model import LICENCE_NAMES, is_image_model, may_be_hub_id, read_config, read_weight_map
 from moh_llm.records.tensors import check_tensors, is_routing_weight, matrix_dtype
 
 # model_type -> fields that the architecture implies without naming them in config.json.
@@ -65,7 +65,7 @@ _ONLY_LLAMA = {
 }
 # Other files to copy: tokenizer, generation settings and licence.
 _KEPT_ENDINGS = (".json", ".txt", ".model", ".jinja")
-_FORGOTTEN = {"model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"}
+FORGOTTEN = {"model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"}
 # A config without these would silently describe a model of another size.
 _NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
 
@@ -121,10 +121,8 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
         UserError: no such folder or model; missing, truncated, quantised or unexpected weights; an architecture that
             cannot be converted; an adapter; a file is a link that leads out of its folder.
     """
-    hub_id, at, named = name.partition("@")
-    if at and named and may_be_hub_id(hub_id) and not Path(expand_home(name)).exists():
-        name, revision = hub_id, named
-    folder, commit = _locate(name, revision)
+    folder, commit = locate(name, revision)
+    name = name if commit is None else name.partition("@")[0]
     check_links(folder, [folder / "config.json", *accompanying(folder)])
     fields = read_config(folder)
     _check_family(fields, name, paper_preset)
@@ -148,6 +146,19 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
     )
 
 
+def holds_image_model(name: str) -> bool:
+    """Whether a folder or Hub id is of a model of images; False for what is no model. Of the Hub its config is read."""
+    path, (hub_id, _, revision) = Path(expand_home(name), "config.json"), name.partition("@")
+    try:
+        if not path.parent.is_dir() and may_be_hub_id(hub_id):
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(hub_id, "config.json", revision=revision or None))
+        return path.is_file() and is_image_model(read_json(path))
+    except (UserError, OSError, ValueError, AttributeError):  # the Hub's errors are of OSError and ValueError
+        return False
+
+
 def accompanying(folder: Path) -> list[Path]:
     """Files of a checkpoint other than its weights that are read or copied."""
     return sorted(folder.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")) + sorted(
@@ -164,14 +175,18 @@ def is_checkpoint(found: BaseCheckpoint, recorded: Base) -> bool:
     return recorded.dense_sha256 == found.dense_sha256
 
 
-def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
+def locate(name: str, revision: str | None = None) -> tuple[Path, str | None]:
+    """The folder of a model, and its commit on the Hub. Raises UserError where there is none."""
     folder = Path(expand_home(name))
     if folder.is_dir():
         return folder, None
+    hub_id, at, named = name.partition("@")
+    if at and named and may_be_hub_id(hub_id) and not folder.exists():
+        name, revision = hub_id, named
     if folder.exists():
         raise UserError(f"{name} is a file; name the folder that holds config.json and the weights")
     if not may_be_hub_id(name):
-        raise UserError(f"folder {name} does not exist; name a LLaMA's folder or a Hub id such as owner/name")
+        raise UserError(f"folder {name} does not exist; name a model's folder or a Hub id such as owner/name")
 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -261,7 +276,7 @@ def _check_attention(config: PreTrainedConfig, kind: str, name: str) -> None:
 
 def moh_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """The arguments of `MoHLlamaConfig` that describe the same dense model as `config`."""
-    default = {key: value for key, value in LlamaConfig().to_dict().items() if key not in _FORGOTTEN}
+    default = {key: value for key, value in LlamaConfig().to_dict().items() if key not in FORGOTTEN}
     given = config.to_dict()
     # Their defaults follow from other fields.
     computed = ("head_dim", "num_key_value_heads")

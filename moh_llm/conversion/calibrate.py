@@ -8,6 +8,7 @@ output on the model's predictions, for all layers in one backward pass.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -174,18 +175,37 @@ def _backward(
     """
     layer = base.layer(number)
     attention = layer.layers[0].self_attn
-    seen: dict[str, list[torch.Tensor]] = {"inputs": [], "heads": [], "values": [], "gradients": []}
+    seen: dict[str, list[torch.Tensor]] = {}
     local: list[LocalSample] = []
-    with _recording(attention, seen, local, sight), safe_open(file, framework="pt", device=str(base.device)) as stored:
+    with (
+        recording(attention, attention.v_proj, attention.o_proj, seen),
+        _recording_local(attention, local, sight),
+        safe_open(file, framework="pt", device=str(base.device)) as stored,
+    ):
         for i, position_ids in enumerate(positions):
             states = stored.get_tensor(str(i)).clone().requires_grad_(True)
             with torch.enable_grad():
                 output = run_layer(layer, states, position_ids)
             gradients[i] = torch.autograd.grad(output, states, gradients[i])[0]
-    heads, size = base.config.num_attention_heads, attention.head_dim
+    joined = LocalSample.join(local, order) if sight else None
+    return join_sample(seen, attention.o_proj, base.config.num_attention_heads, order, fitted, local=joined)
+
+
+def join_sample(
+    seen: dict[str, list[torch.Tensor]], out: nn.Linear, heads: int, order: torch.Tensor, fitted: int, **more: Any
+) -> LayerSample:
+    """The sample of what `recording` saw, which is removed from `seen`.
+
+    Args:
+        seen: rows of inputs, head outputs, values and gradients by these names, in several parts.
+        out: the output projection.
+        heads: number of heads; there may be fewer values.
+        order: the rows to take; those after the first `fitted` are held out.
+        more: other fields of `LayerSample`.
+    """
 
     def by_head(name: str) -> torch.Tensor:
-        rows = torch.cat(seen.pop(name))[order].unflatten(-1, (-1, size)).transpose(0, 1)
+        rows = torch.cat(seen.pop(name))[order].unflatten(-1, (-1, out.in_features // heads)).transpose(0, 1)
         return rows.repeat_interleave(heads // len(rows), dim=0).float().contiguous()
 
     gradient = torch.cat(seen.pop("gradients")).float()
@@ -195,32 +215,45 @@ def _backward(
         values=by_head("values"),
         sensitivity=gradient.T @ gradient / len(gradient),
         gradients=gradient[order[fitted:]],
-        o_proj=attention.o_proj.weight.float(),
+        o_proj=out.weight.float(),
         fitted=fitted,
-        local=LocalSample.join(local, order) if sight else None,
+        **more,
     )
 
 
 @contextmanager
-def _recording(
-    attention: nn.Module, seen: dict[str, list[torch.Tensor]], local: list[LocalSample], sight: tuple[int, int] | None
+def recording(
+    attention: nn.Module, value: nn.Module, out: nn.Module, seen: dict[str, list[torch.Tensor]]
 ) -> Iterator[None]:
-    """Collect inputs, head outputs, values and gradients, a row per token, and samples of local attention."""
+    """Collect inputs, head outputs, values and gradients of an attention layer, a row per token.
+
+    `value` and `out` are its projections to values and from head outputs.
+    """
 
     def keep(name: str, tensor: torch.Tensor) -> None:
-        seen[name].append(tensor.detach().flatten(0, -2))
+        seen.setdefault(name, []).append(tensor.detach().flatten(0, -2))
 
     def keep_input(module: nn.Module, args: tuple, kwargs: dict) -> None:
         keep("inputs", kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
     handles = [
         attention.register_forward_pre_hook(keep_input, with_kwargs=True),
-        attention.v_proj.register_forward_hook(lambda module, args, output: keep("values", output)),
-        attention.o_proj.register_forward_pre_hook(lambda module, args: keep("heads", args[0])),
-        attention.o_proj.register_forward_hook(
+        value.register_forward_hook(lambda module, args, output: keep("values", output)),
+        out.register_forward_pre_hook(lambda module, args: keep("heads", args[0])),
+        out.register_forward_hook(
             lambda module, args, output: output.register_hook(lambda gradient: keep("gradients", gradient)) and None
         ),
     ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _recording_local(attention: nn.Module, local: list[LocalSample], sight: tuple[int, int] | None) -> Iterator[None]:
+    """Collect samples of local attention to a window and sinks of these numbers of tokens, if given."""
     name = attention.config._attn_implementation
     compute = ALL_ATTENTION_FUNCTIONS[name]
 
@@ -236,5 +269,3 @@ def _recording(
     finally:
         if sight:
             del ALL_ATTENTION_FUNCTIONS[name]
-        for handle in handles:
-            handle.remove()

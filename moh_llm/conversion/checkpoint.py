@@ -22,7 +22,7 @@ from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.records.conversion import CONVERSION, LINEAGE
-from moh_llm.records.model import INDEX_NAME, SINGLE_NAME, TOKENIZERS, save_tensors
+from moh_llm.records.model import TOKENIZERS, save_tensors, weight_names
 from moh_llm.records.seal import SEAL
 from moh_llm.records.tensors import EMBEDDING, HEAD, cast_weight
 
@@ -64,7 +64,9 @@ def write_weights(
         UserError: the disk refuses, or a weight is too large for the dtype.
     """
     count = len(base.shards) + bool(routing)
-    names = [SINGLE_NAME] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    single = weight_names(base.folder)[0]
+    stem = single.removesuffix(".safetensors")
+    names = [single] if count == 1 else [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     renamed = {shard.name: name for shard, name in zip(base.shards, names, strict=False)}
     with tqdm(base.shards, desc="write weights", unit="shard", leave=False) as bar:
         for shard in bar:
@@ -97,10 +99,11 @@ def write_description(
             target.parent.mkdir(exist_ok=True)  # for additional chat templates
             shutil.copyfile(file, target)
     files = sorted(set(weight_map.values()))
-    if files != [SINGLE_NAME]:
+    single, index_name = weight_names(base.folder)
+    if files != [single]:
         total = sum(_tensor_bytes(folder / name) for name in files)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(folder / INDEX_NAME, index)
+        write_json(folder / index_name, index)
 
 
 def _rewrite_shard(source: Path, target: Path, kept: Collection[str], dtype: torch.dtype | None) -> None:

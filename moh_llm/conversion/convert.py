@@ -32,7 +32,9 @@ from moh_llm.metrics import Batch
 from moh_llm.records.conversion import (
     CONVERSION,
     LINEAGE,
+    Base,
     Calibration,
+    Chain,
     Conversion,
     ConversionEntry,
     Parameters,
@@ -64,7 +66,7 @@ def convert(options: ConversionConfig) -> Conversion:
     read = [options.base, *texts, *([options.tokenizer] if options.tokenizer else [])]
     check_output_folder(options.output_dir, options.overwrite, reads=read)
     base = open_base(options.base, paper_preset=options.preset == "paper")
-    records = _read_records(base)
+    records = read_base_records(base)
     length = min(options.context, base.config.max_position_embeddings)
     if length < options.context != ConversionConfig.context:
         say_aside(f"--context {options.context} is above the {length} positions of {options.base}: {length} are used")
@@ -90,13 +92,7 @@ def convert(options: ConversionConfig) -> Conversion:
         asked = None if options.dtype is None else getattr(torch, options.dtype)
         dtype, device = asked or base.dtype, choose_device()
         computed = compute_dtype(device, options.compute_dtype)
-        record = Conversion(
-            moh_llm=moh_llm.__version__,
-            versions={"torch": torch.__version__, "transformers": transformers.__version__},
-            base=identity,
-            device=name_device(device),
-            compute_dtype=str(computed).removeprefix("torch."),
-        )
+        record = begin_record(identity, device, computed)
         dense = LayerwiseModel(base.folder, base.weight_map, base.config, computed, device, asked)
         calibrated = None
         if plan.needs_calibration:
@@ -108,30 +104,51 @@ def convert(options: ConversionConfig) -> Conversion:
         routing = {name: cast_weight(tensor, dtype, name) for name, tensor in routing_tensors(fits).items()}
         record.plan = Plan(preset=plan.preset, context=length, keys_read=round(keys_read(config, length), 4))
         weight_map = write_weights(folder, base, routing, asked)
-        record.parameters = _count_parameters(base, routing)
+        record.parameters = count_parameters(base, routing)
         if verifies:
             converted = LayerwiseModel(folder, weight_map, config, computed, device)
             seen = plan.window + plan.local_sinks if plan.head_fallback == "local" else 0
             prompt = retrieval_prompt(held_out, tokenizer, seen) if length >= LONG_CONTEXT else None
             record.verification = verify(dense, converted, held_out, prompt=prompt)
         write_description(folder, base, config, weight_map)
-        record.made = made = hash_model(folder)
-        entry = ConversionEntry(kind="conversion", base=identity.label, dense_sha256=identity.dense_sha256, made=made)
         if widening is not None:
-            entry.new_tokens = count = len(widening.new_ids)
-            name = last_component(options.tokenizer)
-            record.vocabulary = Vocabulary(tokenizer=name, new_tokens=count, dense_sha256=made.dense)
+            name, count = last_component(options.tokenizer), len(widening.new_ids)
+            record.vocabulary = Vocabulary(tokenizer=name, new_tokens=count, dense_sha256=hash_model(folder).dense)
             shutil.rmtree(base.folder)
-        record.seconds = round(time.perf_counter() - started, 1)
-        record.write(folder / CONVERSION)
-        chain.with_entry(entry).write(folder / LINEAGE)
-        write_seal(folder, made)
+        finish_record(folder, record, chain, started)
     return record
 
 
-def _count_parameters(base: BaseCheckpoint, routing: Mapping[str, torch.Tensor]) -> Parameters:
+def begin_record(base: Base, device: torch.device, computed: torch.dtype) -> Conversion:
+    """The record of a conversion that is run on this device, in this dtype."""
+    return Conversion(
+        moh_llm=moh_llm.__version__,
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+        base=base,
+        device=name_device(device),
+        compute_dtype=str(computed).removeprefix("torch."),
+    )
+
+
+def finish_record(folder: Path, record: Conversion, chain: Chain, started: float) -> None:
+    """Complete the record of a converted model whose files are written, write it and the lineage, and seal the folder.
+
+    `chain` is the base's lineage, and `started` what `time.perf_counter` gave at the start.
+    """
+    base, record.made = record.base, hash_model(folder)
+    entry = ConversionEntry(kind="conversion", base=base.label, dense_sha256=base.dense_sha256, made=record.made)
+    if record.vocabulary is not None:
+        entry.new_tokens = record.vocabulary.new_tokens
+    record.seconds = round(time.perf_counter() - started, 1)
+    record.write(folder / CONVERSION)
+    chain.with_entry(entry).write(folder / LINEAGE)
+    write_seal(folder, record.made)
+
+
+def count_parameters(base: BaseCheckpoint, routing: Mapping[str, torch.Tensor]) -> Parameters:
+    """The numbers of weights of a base, and of the tensors that are added to it."""
     counted = dict(base.weight_map)
-    if base.config.tie_word_embeddings:  # some files hold the embedding under this name, too
+    if getattr(base.config, "tie_word_embeddings", False):  # some files hold the embedding under this name, too
         counted.pop(HEAD, None)
     dense = sum(math.prod(shape) for _, _, shape in read_headers(base.folder, counted))
     fallbacks = sum(tensor.numel() for name, tensor in routing.items() if is_fallback_weight(name))
@@ -147,7 +164,7 @@ def calibration_record(sources: Sequence[TokenizedSource], length: int, tokens: 
     return Calibration(tokens=sum(read.values()), tokens_of_source=read)
 
 
-def restore_dense(name: str, output: Path, overwrite: bool = False) -> None:
+def restore_dense(base: BaseCheckpoint, output: Path, overwrite: bool = False) -> None:
     """Write the dense checkpoint inside a MoH one: the bytes of its dense tensors, without routers and fallbacks.
 
     Tensors that the base's architecture does not have were left out in the conversion, and are not restored.
@@ -155,16 +172,17 @@ def restore_dense(name: str, output: Path, overwrite: bool = False) -> None:
     Raises:
         UserError: not a MoH model; bad input or output as in `convert`.
     """
-    check_output_folder(output, overwrite, reads=[name])
-    base = open_base(name)
-    records = _read_records(base)
-    config = base.config
+    check_output_folder(output, overwrite, reads=[base.folder])
+    records = read_base_records(base)
+    config, name = base.config, base.name
     if not base.is_moh:
         raise UserError(f"{name} is no MoH model (model_type {config.model_type!r}): it is dense already")
     if (score := read_config(base.folder).get("router_score", "quantized")) != "quantized":
         raise UserError(f"{name} weighs heads by their scores (router_score {score}): there is no dense model inside")
     with lock_folder(output), new_folder(output, overwrite) as folder:
-        config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        config.architectures = config.architectures or [
+            transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
+        ]
         weight_map = write_weights(folder, base, {})
         if records.chain.runs:
             records.chain.write(folder / LINEAGE)
@@ -172,7 +190,7 @@ def restore_dense(name: str, output: Path, overwrite: bool = False) -> None:
         write_seal(folder, hash_model(folder))
 
 
-def _read_records(base: BaseCheckpoint) -> FolderRecords:
+def read_base_records(base: BaseCheckpoint) -> FolderRecords:
     """Read the records in the base's folder, and print its warnings."""
     records = read_records(base.folder)
     if base.note:

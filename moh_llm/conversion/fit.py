@@ -68,6 +68,7 @@ class LayerSample:
         o_proj: weight of the output projection, `[C, H * D]`.
         fitted: the number of tokens, the first ones, to fit on; the others measure the cost.
         local: local attention, for plans with local fallbacks.
+        together: tokens, one after the other, that make one prediction: those of an image. Their errors add up.
     """
 
     inputs: torch.Tensor
@@ -78,6 +79,7 @@ class LayerSample:
     o_proj: torch.Tensor
     fitted: int
     local: LocalSample | None = None
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -233,11 +235,15 @@ class LayerFitter:
         return weights
 
     def _set_cost(self, residual: torch.Tensor, routed: Sequence[int], drops: torch.Tensor) -> float:
-        """Mean of 1/2 (g^T e)^2 over held-out tokens, given residuals `[H, N, D]` and drops `[N, R]`."""
+        """Mean of 1/2 (g^T e)^2 over held-out predictions, given residuals `[H, N, D]` and drops `[N, R]`.
+
+        The sum over the tokens of a prediction is squared, not its terms.
+        """
         masked = torch.zeros_like(residual)
         masked[routed] = residual[routed] * drops.T[..., None]
         error = masked.transpose(0, 1).flatten(1) @ self.sample.o_proj.T
-        return ((error * self.sample.gradients).sum(1).square().mean() / 2).item()
+        changes = (error * self.sample.gradients).sum(1).unflatten(0, (-1, self.sample.together)).sum(1)
+        return (changes.square().mean() / 2).item()
 
     def _fit_own_share(self) -> None:
         """Regress a_h = <H_h - b_h, v> / <v, v>, the share of a head that its own value explains, on x.

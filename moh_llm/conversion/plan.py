@@ -1,7 +1,8 @@
 """The head plan: how many heads each layer has on, which of its fits that takes, and the converted model's config."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -103,26 +104,33 @@ def drops_to_fit(plan: PlanOptions, base: PreTrainedConfig) -> list[int]:
 
 
 def plan_layers(
-    plan: PlanOptions, base: PreTrainedConfig, calibrated: Sequence[Mapping[int, RoutingFit]] | None
-) -> tuple[MoHLlamaConfig, list[RoutingFit]]:
-    """The converted model's config, and the fit that each layer takes of those by number of drops."""
+    plan: PlanOptions,
+    base: PreTrainedConfig,
+    calibrated: Sequence[Mapping[int, RoutingFit]] | None,
+    build: Callable[..., Any] | None = None,
+) -> tuple[Any, list[RoutingFit]]:
+    """The converted model's config, and the fit that each layer takes of those by number of drops.
+
+    `build` has the arguments of `build_config`, which makes the config of a text model and is the default.
+    """
+    build = build or build_config
     shared, active = shared_and_active(plan, base)
     heads, layers = base.num_attention_heads, base.num_hidden_layers
     budgets = [active // layers] * layers
     if calibrated is None:
-        return build_config(base, plan, [list(range(shared))] * layers, budgets), []
+        return build(base, plan, [list(range(shared))] * layers, budgets), []
     if plan.uneven:
         costs = [{drops: fit.cost for drops, fit in fits.items()} for fits in calibrated]
         budgets = [heads - drops for drops in allocate(costs, heads * layers - active)]
     chosen = [fits.get(heads - budget) or fits[min(fits)] for fits, budget in zip(calibrated, budgets, strict=True)]
     shared_heads, never_on = [fit.shared_heads for fit in chosen], [fit.never_on_heads for fit in chosen]
-    return build_config(base, plan, shared_heads, budgets, never_on), chosen
+    return build(base, plan, shared_heads, budgets, never_on), chosen
 
 
-def routing_tensors(fits: Sequence[RoutingFit]) -> dict[str, torch.Tensor]:
-    """The fitted tensors of all layers by their names in the model."""
+def routing_tensors(fits: Sequence[RoutingFit], path: str = "model.layers.{}.self_attn") -> dict[str, torch.Tensor]:
+    """The fitted tensors of all layers by their names in the model, where a layer's attention is at `path`."""
     return {
-        f"model.layers.{layer}.self_attn.{name}": tensor.cpu().contiguous()
+        f"{path.format(layer)}.{name}": tensor.cpu().contiguous()
         for layer, fit in enumerate(fits)
         for name, tensor in fit.tensors.items()
     }
@@ -161,6 +169,22 @@ def allocate(costs: Sequence[Mapping[int, float]], total: int) -> list[int]:
     return plan[::-1]
 
 
+def head_fields(
+    plan: PlanOptions, shared_heads: Sequence[Sequence[int]], active_heads: Sequence[int]
+) -> dict[str, Any]:
+    """The fields of the head plan that text models and models of images have."""
+    shared, active = [len(ids) for ids in shared_heads], list(active_heads)
+    first = all(list(ids) == list(range(len(ids))) for ids in shared_heads)
+    return {
+        "num_shared_heads": shared[0] if len(set(shared)) == 1 else shared,
+        "num_active_heads": active[0] if len(set(active)) == 1 else active,
+        "shared_heads": None if first else [list(ids) for ids in shared_heads],
+        "router_type": plan.router_type,
+        "router_score": "quantized",
+        "head_fallback": plan.head_fallback,
+    }
+
+
 def build_config(
     base: PreTrainedConfig,
     plan: PlanOptions,
@@ -169,18 +193,11 @@ def build_config(
     never_on_heads: Sequence[Sequence[int]] = (),
 ) -> MoHLlamaConfig:
     """The converted model's config: the base's fields plus the head plan, per layer."""
-    shared, active = [len(ids) for ids in shared_heads], list(active_heads)
-    first = all(list(ids) == list(range(len(ids))) for ids in shared_heads)
     try:
         built = MoHLlamaConfig(
             **moh_fields(base),
-            num_shared_heads=shared[0] if len(set(shared)) == 1 else shared,
-            num_active_heads=active[0] if len(set(active)) == 1 else active,
-            shared_heads=None if first else [list(ids) for ids in shared_heads],
-            router_type=plan.router_type,
-            router_score="quantized",
+            **head_fields(plan, shared_heads, active_heads),
             routing_granularity=plan.routing_granularity,
-            head_fallback=plan.head_fallback,
             local_window=plan.window,
             local_sinks=plan.local_sinks,
             local_start=plan.start if plan.head_fallback == "local" else 0,

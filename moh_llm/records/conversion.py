@@ -132,6 +132,33 @@ class Verification(Record):
     retrieval: list[RetrievalFigures] = Field(default_factory=list)
 
 
+class BandFigures(Record):
+    """`ImageFigures.error` at some timesteps of a DiT: from `start` up to the next."""
+
+    start: int
+    error: float
+
+
+class ImageFigures(Record):
+    """A model of images against its base, on images that nothing was fitted on.
+
+    Attributes:
+        images: their number.
+        equals_base: whether the output with all heads on is the base's, bit for bit.
+        error: mean squared difference of the outputs, as a share of the variance of the base's.
+        kl: nats per image; None without classes.
+        same_class: share of the images that both give the same class; None without classes.
+        by_timestep: of a DiT.
+    """
+
+    images: int
+    equals_base: bool
+    error: float
+    kl: float | None = None
+    same_class: float | None = None
+    by_timestep: list[BandFigures] = Field(default_factory=list)
+
+
 class Parameters(Record):
     """Numbers of weights of the base, and of the routers and fallbacks that the conversion adds."""
 
@@ -144,6 +171,7 @@ class Conversion(Record):
     """A conversion. Parts that were not carried out are None: new tokens, calibration, verification.
 
     Attributes:
+        images: verification of a model of images.
         moh_llm: version of this package; ``versions``: of the libraries.
         made: the model that the figures describe.
         set_aside: why the record has the base alone: the model was changed by hand, so no figure describes it.
@@ -164,6 +192,7 @@ class Conversion(Record):
     calibration: Calibration | None = None
     parameters: Parameters | None = None
     verification: Verification | None = None
+    images: ImageFigures | None = None
     seconds: float | None = None
 
 

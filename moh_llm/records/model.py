@@ -112,6 +112,13 @@ def is_image_model(fields: dict[str, Any]) -> bool:
 # ---- weights
 
 
+def weight_names(folder: Path) -> tuple[str, str]:
+    """Names of a folder's file of weights and of the index of several: transformers', or diffusers' if it has these."""
+    diffusers = [name.replace("model", "diffusion_pytorch_model", 1) for name in (SINGLE_NAME, INDEX_NAME)]
+    single, index = diffusers if any((folder / name).is_file() for name in diffusers) else (SINGLE_NAME, INDEX_NAME)
+    return single, index
+
+
 def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The files that transformers loads from `folder`, in order, and the file of each tensor.
 
@@ -125,12 +132,13 @@ def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
     check_no_adapter(folder)
-    index = {} if (folder / SINGLE_NAME).is_file() else read_index(folder)
-    if not index and not (folder / SINGLE_NAME).is_file():
+    single, index_name = weight_names(folder)
+    index = {} if (folder / single).is_file() else read_index(folder)
+    if not index and not (folder / single).is_file():
         pickled = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))
         if pickled:
             raise UserError(f"{folder} has weights only as {pickled[0].name}; save them as safetensors first")
-        raise UserError(f"{folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
+        raise UserError(f"{folder} has no weights: neither {single} nor {index_name} is there")
     if others := sorted(folder.glob("shard-?????-model-?????-of-?????.safetensors")):
         raise UserError(
             f"{folder} has two sets of weights: transformers reads {others[0].name}, of a distributed checkpoint; "
@@ -141,19 +149,19 @@ def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
             f"{folder / CONFIG} names other weights (transformers_weights={str(named)[:80]!r}); remove this field, or "
             "save the model again with save_pretrained"
         )
-    shards = [folder / file for file in sorted(set(index.values()) or {SINGLE_NAME})]
+    shards = [folder / file for file in sorted(set(index.values()) or {single})]
     weight_map: dict[str, str] = {}
     for shard in shards:
         # A name in an index that came from elsewhere must not lead out of the folder.
         if shard.parent.resolve() != folder.resolve() or not shard.exists():
-            raise UserError(f"{folder / INDEX_NAME} names {shard.name}, which is not there; download it again")
+            raise UserError(f"{folder / index_name} names {shard.name}, which is not there; download it again")
         try:
             with safe_open(shard, framework="np") as file:
                 held = set(file.keys())
         except (SafetensorError, OSError) as error:
             raise UserError(f"{shard} is damaged or truncated ({error}); download it again") from error
         if absent := [name for name, file in index.items() if file == shard.name and name not in held]:
-            raise UserError(f"{folder / INDEX_NAME} places {absent[0]} in {shard.name}, which does not hold it")
+            raise UserError(f"{folder / index_name} places {absent[0]} in {shard.name}, which does not hold it")
         if twice := sorted(weight_map.keys() & held):
             raise UserError(f"{folder} has two tensors {twice[0]}, in {weight_map[twice[0]]} and {shard.name}")
         weight_map |= dict.fromkeys(sorted(held), shard.name)
@@ -162,7 +170,7 @@ def read_weight_map(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 def read_index(folder: Path) -> dict[str, str]:
     """The file of each tensor by a folder's index; empty where there is none. Raises UserError for a malformed one."""
-    path = folder / INDEX_NAME
+    path = folder / weight_names(folder)[1]
     if not path.exists():
         return {}
     index = read_json(path)

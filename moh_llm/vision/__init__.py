@@ -33,28 +33,27 @@ def write_code(folder: str | Path) -> None:
         Path(folder, name).write_text(text, encoding="utf-8")
 
 
-def model_class(folder: Path, dense: bool = False) -> type[nn.Module]:
-    """The class of the model in a folder, or of the dense model inside.
+def model_class(folder: Path, moh: bool | None = None) -> type[nn.Module]:
+    """The class of the model in a folder; with `moh` its MoH class, or without it that of the dense model inside.
 
     Raises:
         UserError: no ViT, DeiT, DINOv2 or DiT, or one with another head than for classes.
     """
     fields = read_config(folder)
     name = str(fields.get("_class_name") or [*(fields.get("architectures") or []), None][0])
-    found = re.fullmatch("(MoH)?((ViT|DeiT|Dinov2)(Model|ForImageClassification)|(DiTTransformer2DModel))", name)
+    found = re.fullmatch("(MoH)?((ViT|DeiT|Dinov2)(Model|ForImageClassification)|DiTTransformer2DModel)", name)
     if found is None:
-        raise UserError(
-            f"{folder} holds a {name}; models of images are ViT, DeiT and DINOv2, with classes or none, and DiT"
-        )
-    if found[5]:
+        raise UserError(f"{folder} holds a {name}, and no ViT, DeiT or DINOv2 with classes or without a head, or DiT")
+    moh = found[1] is not None if moh is None else moh
+    if found[3] is None:
         dit = __getattr__("MoHDiTTransformer2DModel")  # which checks that diffusers is there
-        return dit if found[1] and not dense else dit.__mro__[2]
-    return getattr(_models, name) if found[1] and not dense else getattr(transformers, found[2])
+        return dit if moh else importlib.import_module("diffusers").DiTTransformer2DModel
+    return getattr(_models, f"MoH{found[2]}") if moh else getattr(transformers, found[2])
 
 
-def load_model(folder: Path) -> nn.Module:
-    """The model of images in a folder, in evaluation mode. Raises UserError where its files do not make one."""
-    kind = model_class(folder)
+def load_model(folder: Path, moh: bool | None = None) -> nn.Module:
+    """The model of `model_class` in evaluation mode. Raises UserError where the folder's files do not make one."""
+    kind = model_class(folder, moh)
     try:
         model, info = kind.from_pretrained(folder, output_loading_info=True, use_safetensors=True)
     except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:

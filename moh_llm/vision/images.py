@@ -29,7 +29,7 @@ class ImageSet:
 
     Attributes:
         place: where they are.
-        images: PIL's images, or the rows of a dataset, or uint8 `[N, H, W]`.
+        images: uint8 `[N, H, W]`, or rows of one PIL image each.
         labels: class of each image, int64 `[N]`; None where they have none.
         class_names: names of the classes by number.
         processor: the model's image processor.
@@ -61,7 +61,7 @@ class ImageSet:
         name = f"image {number} of {self.place}"
         try:
             image = self.images[number]
-            image = Image.fromarray(image.numpy()) if isinstance(image, torch.Tensor) else image["image"]
+            image = Image.fromarray(image.numpy()) if isinstance(image, torch.Tensor) else next(iter(image.values()))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise UserError(f"{name} cannot be read ({reason(error)}); replace or remove it") from error
         if image.mode not in (_GREY if self.channels == 1 else _GREY + _COLOUR):
@@ -78,7 +78,7 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
             with its labels beside it; or a Hub dataset, `OWNER/NAME` (its split `train`) or `OWNER/NAME:SPLIT`.
         model: the model's folder. Without an image processor there, images are cropped to the model's size and scaled
             to -1..1, as for a DiT.
-        labelled: whether the images must have the model's classes.
+        labelled: whether the images must have the model's classes. For a DiT labels always must be of its classes.
 
     Raises:
         UserError: no image, one that is broken or has other channels than the model, no labels or other classes where
@@ -93,7 +93,7 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
     found = list(images.batch([0]).shape[2:])  # what does not fit is found here, rather than in the midst of the work
     if found != [size, size] and "dinov2" not in fields.get("model_type", ""):
         raise UserError(f"{model}: preprocessor_config.json makes images of {found}, and the model takes {size}")
-    if not labelled:
+    if not labelled and (images.labels is None or "_class_name" not in fields):
         return images
     if images.labels is None:
         raise UserError(f"{place} has no labels; make a sub-folder for each class, or put the file of labels beside it")
@@ -145,7 +145,7 @@ def _open_dataset(place: str) -> tuple[Any, torch.Tensor | None, list[str]]:
         raise UserError(f"{place} has no images, but the columns {', '.join(rows.features)}; {_PLACES}")
     classes = column.get(datasets.ClassLabel)
     labels, names = (torch.tensor(rows[classes][:]), rows.features[classes].names) if classes else (None, [])
-    return rows.select_columns(column[datasets.Image]).rename_column(column[datasets.Image], "image"), labels, names
+    return rows.select_columns(column[datasets.Image]), labels, names
 
 
 def _open_idx(path: Path) -> tuple[torch.Tensor, torch.Tensor | None, list[str]]:

@@ -49,7 +49,7 @@ def half_squares(sample, tokens, group_size=1):
 
 def held_out_cost(sample, fit, routed, group_size=1):
     s, tensors, size = doubles(vars(sample)), doubles(fit.tensors), sample.heads.shape[-1]
-    costs = []
+    changes = {}  # of log p(y), by prediction
     for t in range(sample.fitted, len(s["inputs"])):
         x, error = s["inputs"][t], 0
         logits = tensors["router.routed.weight"] @ x + tensors["router.routed.bias"]
@@ -61,8 +61,9 @@ def held_out_cost(sample, fit, routed, group_size=1):
                 share = tensors["fallback.own_value.weight"][i] @ x + tensors["fallback.own_value.bias"][i]
                 missing = missing - (tensors["fallback.bias"][i] + share * s["values"][routed[i], t])
             error = error + s["o_proj"][:, routed[i] * size :][:, :size] @ missing
-        costs.append((s["gradients"][t - sample.fitted] @ error) ** 2 / 2)
-    return np.mean(costs)
+        prediction = (t - sample.fitted) // sample.together
+        changes[prediction] = changes.get(prediction, 0) + s["gradients"][t - sample.fitted] @ error
+    return np.mean([change**2 / 2 for change in changes.values()])
 
 
 @pytest.mark.parametrize(("heads", "group_size"), [(1, 1), (4, 1), (9, 1), (4, 4), (9, 3)])
@@ -89,8 +90,9 @@ def test_router_is_the_ridge_of_the_log_error(heads, group_size, shared, routed)
 @pytest.mark.parametrize(
     ("heads", "groups", "shared", "group_size"), [(4, 2, [], 1), (9, 3, [0, 1, 8], 1), (9, 3, [3, 4, 5], 3)], ids=str
 )
-def test_cost_is_what_the_tensors_do_to_held_out_tokens(heads, groups, shared, group_size, fallback):
-    sample = make_sample(heads, groups)
+@pytest.mark.parametrize("together", [1, 5])
+def test_cost_is_what_the_tensors_do_to_held_out_predictions(heads, groups, shared, group_size, fallback, together):
+    sample = dataclasses.replace(make_sample(heads, groups), together=together)
     fitter = LayerFitter(sample, shared, fallback, group_size)
     routed = [head for head in range(heads) if head not in shared]
     assert fitter.shared_heads == shared
