@@ -11,9 +11,9 @@ weights of the authors' code (`router_score: normalized`) and 2 shared heads; `-
 has the same heads on for all tokens. Tab. 5: `moe-attention` has neither shared heads nor stages, `-one-stage` no
 stages. Of the reviews: `sparse` attends to the best keys alone, `-experts` has two feed-forward experts.
 
-The probe compares models with the first, their base: a linear probe of the class token that was fitted on the base's
-features, one that was fitted on the model's own, and the 5 nearest neighbours. Fitted on training images, scored on
-test images. OUTPUT/vision.json has all runs; the same command goes on after an interruption.
+The probe puts models in the place of the first, their base: a linear probe of the class token and the 5 nearest
+neighbours, both fitted on the base's features of training images, answer for test images by the model's features.
+OUTPUT/vision.json has all runs; the same command goes on after an interruption.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--probe", nargs="+", default=[], metavar="MODEL", help="a base, and models made from it")
-    parser.add_argument("--probe-images", type=int, default=2000, help="of training, and of test")
+    parser.add_argument("--probe-images", type=int, default=1000, help="of training, and of test")
     return status_of(run, parser.parse_args())
 
 
@@ -273,14 +273,12 @@ def linear_probe(features: Tensor, labels: Tensor) -> nn.Sequential:
 
 def probe(args: argparse.Namespace, names: list[str]) -> dict[str, dict[str, str]]:
     """Right answers of each model, the first of which is the base."""
-    found, of_base = {}, None
+    known, labels = features_of(args, names[0], "train")
+    found, classify = {}, linear_probe(known, labels)
     for name in names:
-        (known, labels), (asked, wanted) = (features_of(args, name, part) for part in ("train", "t10k"))
-        own = linear_probe(known, labels)
-        of_base = of_base or own
+        asked, wanted = features_of(args, name, "t10k")
         near = (normalize(asked, dim=-1) @ normalize(known, dim=-1).T).topk(5).indices
-        answers = {"the base's probe": of_base(asked).argmax(-1), "own probe": own(asked).argmax(-1)}
-        answers["5 neighbours"] = labels[near].mode(-1).values
+        answers = {"linear probe": classify(asked).argmax(-1), "5 neighbours": labels[near].mode(-1).values}
         found[name] = {kind: packed(one == wanted) for kind, one in answers.items()}
     return found
 
