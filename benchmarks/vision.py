@@ -40,14 +40,16 @@ from moh_llm.intervals import show_figure
 from moh_llm.reading import read_json
 from moh_llm.training.step import warmup_cosine
 from moh_llm.vision import MoHViTConfig
-from moh_llm.vision.images import _open_idx, open_images
+from moh_llm.vision.images import ImageSet, _open_idx, open_images
 from moh_llm.vision.modeling_moh_vit import MoHViTForImageClassification
 
 SIZE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 128}
 SIZE |= {"image_size": 28, "patch_size": 7, "num_channels": 1, "num_labels": 10}
 BATCH, RATE, SMOOTHING = 128, 2e-3, 0.1
-TEST, SCORED, WATCHED = 10_000, 500, 2000  # images of test, of a batch of these, and those that heads are watched on
+TEST, SCORED = 10_000, 500  # images of test, and of a batch of these
+WATCHED, PROBED = 2000, 200  # images that heads are watched on, of a small model and of a probed one
 PENALTY = 1e-3  # of a linear probe's squared weights
+PARTS = "train", "t10k"
 CLASSES = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot"]
 
 
@@ -113,7 +115,7 @@ def run(args: argparse.Namespace) -> None:
     keep_settings(args.output_dir, {"steps": args.steps, "probe_images": args.probe_images})
     file = args.output_dir / "vision.json"
     record: dict[str, Any] = read_json(file) if file.exists() else {"runs": {}, "probe": {}}
-    images = {part: read(args.data, part) for part in ("train", "t10k")} if args.variants else {}
+    images = {part: read(args.data, part) for part in PARTS} if args.variants else {}
     for seed in args.seeds:
         for name in args.variants:
             found = record["runs"].setdefault(name, {})
@@ -148,7 +150,7 @@ def measure(variant: Variant, seed: int, steps: int, images: dict[str, tuple[Ten
     if learned:
         found["shared_heads"] = [sorted(one.topk(2).indices.tolist()) for one in learned]
     elif variant.change is VARIANTS["dense"].change:
-        found["heads"] = analyse(model, pixels, labels)
+        found["heads"] = analyse(model, pixels[:WATCHED], labels[:WATCHED])
     return found
 
 
@@ -177,11 +179,11 @@ def train(
 
 
 def analyse(model: nn.Module, pixels: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Similarity of heads (Tab. B) and ranks on the first 500 images, and load by class (Fig. 3)."""
+    """Similarity of heads (Tab. B) and ranks on the first 500 of the images at most, and load by class (Fig. 3)."""
     batches = [{"pixel_values": part} for part in pixels[:SCORED].split(100)]
     found = {"similarity": head_similarity(model, batches), "rank": ranks(model, batches)}
     if any(router.num_routed and router.top_k for router in model.routers):
-        of_class = {name: pixels[:WATCHED][labels[:WATCHED] == number] for number, name in enumerate(CLASSES)}
+        of_class = {name: pixels[labels == number] for number, name in enumerate(CLASSES)}
         parts = {name: [{"pixel_values": own}] for name, own in of_class.items()}
         found["load"] = measure_load(model, parts)["head_load_by_text"]
     return found
@@ -244,13 +246,10 @@ def table(runs: dict[str, dict[str, Any]], names: list[str], seeds: list[int]) -
 
 
 @torch.no_grad()
-def features_of(args: argparse.Namespace, name: str, part: str) -> tuple[Tensor, Tensor]:
-    """Class tokens `[N, C]` and labels of the first images."""
-    images = open_images(str(args.data / "fashion-mnist" / f"{part}-images-idx3-ubyte.gz"), Path(name))
-    model = AutoModel.from_pretrained(name).eval()
-    numbers = torch.arange(args.probe_images)
-    states = [model(pixel_values=images.batch(own)).last_hidden_state[:, 0] for own in numbers.split(50)]
-    return torch.cat(states), images.labels[numbers]
+def features_of(model: nn.Module, images: ImageSet, count: int) -> Tensor:
+    """Class tokens of the first images, `[N, C]`."""
+    numbers = torch.arange(count).split(50)
+    return torch.cat([model(pixel_values=images.batch(part)).last_hidden_state[:, 0] for part in numbers])
 
 
 def linear_probe(features: Tensor, labels: Tensor) -> nn.Sequential:
@@ -271,22 +270,31 @@ def linear_probe(features: Tensor, labels: Tensor) -> nn.Sequential:
     return nn.Sequential(norm, linear).eval().requires_grad_(False)
 
 
-def probe(args: argparse.Namespace, names: list[str]) -> dict[str, dict[str, str]]:
-    """Right answers of each model, the first of which is the base."""
-    known, labels = features_of(args, names[0], "train")
-    found, classify = {}, linear_probe(known, labels)
+def probe(args: argparse.Namespace, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Right answers of each model, the first of which is the base, and what the heads of MoH models do."""
+    folder, count, found = args.data / "fashion-mnist", args.probe_images, {}
     for name in names:
-        asked, wanted = features_of(args, name, "t10k")
+        model = AutoModel.from_pretrained(name).eval()
+        train, test = (open_images(str(folder / f"{part}-images-idx3-ubyte.gz"), Path(name)) for part in PARTS)
+        if not found:
+            known, labels = features_of(model, train, count), train.labels[:count]
+            classify = linear_probe(known, labels)
+        asked = features_of(model, test, count)
         near = (normalize(asked, dim=-1) @ normalize(known, dim=-1).T).topk(5).indices
         answers = {"linear probe": classify(asked).argmax(-1), "5 neighbours": labels[near].mode(-1).values}
-        found[name] = {kind: packed(one == wanted) for kind, one in answers.items()}
+        found[name] = {kind: packed(one == test.labels[:count]) for kind, one in answers.items()}
+        if hasattr(model, "routers"):
+            pixels = test.batch(range(min(PROBED, count)))
+            found[name]["heads"] = analyse(model, pixels, test.labels[: len(pixels)])
+            with model.all_heads_active():
+                found[name]["base"] = analyse(model, pixels, test.labels[: len(pixels)])
     return found
 
 
 def probe_table(found: dict[str, dict[str, str]], names: list[str], count: int) -> Iterator[str]:
     """A line for each model and kind of answers."""
     for name in names:
-        for kind in found[name]:
+        for kind in ("linear probe", "5 neighbours"):
             own, base = (unpacked(found[one][kind], count)[None] for one in (name, names[0]))
             share = f"{100 * own.mean() / base.mean():.1f} % of the base's"
             yield f"{name} | {kind} | {show(own, None if name == names[0] else base)} | {share}"

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Dinov2Config, Dinov2Model
 
 from moh_llm.analysis.heads import LayerPass, attention_patterns, watch
 from moh_llm.analysis.record import measure_load
 from moh_llm.errors import UserError
-from moh_llm.vision import MoHViTConfig
-from moh_llm.vision.modeling_moh_vit import MoHViTForImageClassification
+from moh_llm.vision import MoHDinov2Config, MoHViTConfig
+from moh_llm.vision.modeling_moh_vit import MoHDinov2Model, MoHViTForImageClassification
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import vision
@@ -172,25 +173,58 @@ def write_idx(path: Path, array: np.ndarray) -> None:
     path.write_bytes(gzip.compress(head + array.astype(np.uint8).tobytes()))
 
 
-def test_runs_are_trained_once_and_a_run_is_its_seed(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """A folder of images that are brighter the higher their class."""
     draw = np.random.default_rng(0)
     (tmp_path / "fashion-mnist").mkdir()
     for part, count in (("train", 40), ("t10k", 20)):
-        write_idx(tmp_path / f"fashion-mnist/{part}-images-idx3-ubyte.gz", draw.integers(0, 256, (count, 28, 28)))
-        write_idx(tmp_path / f"fashion-mnist/{part}-labels-idx1-ubyte.gz", np.arange(count) % 10)
+        labels = np.arange(count) % 10
+        pixels = draw.integers(0, 100, (count, 28, 28)) + 15 * labels[:, None, None]
+        write_idx(tmp_path / f"fashion-mnist/{part}-images-idx3-ubyte.gz", pixels)
+        write_idx(tmp_path / f"fashion-mnist/{part}-labels-idx1-ubyte.gz", labels)
+    return tmp_path
+
+
+def test_a_probe_of_a_model_with_all_heads_on_is_its_base(data, monkeypatch, capsys):
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    base = Dinov2Model(Dinov2Config(**size))
+    base.save_pretrained(data / "base")
+    for active in (4, 2):
+        plan = {"num_shared_heads": 1, "num_active_heads": active}
+        moh = MoHDinov2Model(MoHDinov2Config(**size, **plan))
+        moh.load_state_dict(base.state_dict())
+        moh.save_pretrained(data / f"moh-{active}")
+    names = [str(data / name) for name in ("base", "moh-4", "moh-2")]
+    command = ["vision", str(data), "--output-dir", str(data / "out"), "--variants", "--probe-images", "20"]
+    monkeypatch.setattr(sys, "argv", [*command, "--probe", *names])
+    assert vision.main() == 0
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if " | " in line]
+    assert [(line[0], line[1]) for line in lines[:2]] == [(names[0], "linear probe"), (names[0], "5 neighbours")]
+    assert float(lines[0][2].split(" ")[0]) > 30 and lines[2][3] == "+0.00 (+0.00 to +0.00)"
+    found = vision.read_json(data / "out" / "vision.json")["probe"]
+    assert found[names[1]]["heads"]["similarity"] == found[names[1]]["base"]["similarity"]
+    assert found[names[2]]["heads"]["similarity"] != found[names[2]]["base"]["similarity"]
+    load = found[names[2]]["heads"]["load"]["load"]["Bag"]
+    assert load[0] == 1 and sum(load) == pytest.approx(2)
+    assert found[names[2]]["linear probe"] != found[names[0]]["linear probe"]
+
+
+def test_runs_are_trained_once_and_a_run_is_its_seed(data, monkeypatch, capsys):
     monkeypatch.setattr(vision, "TEST", 20)
     monkeypatch.setattr(vision, "BATCH", 8)
-    command = ["vision", str(tmp_path), "--steps", "2", "--variants", "dense", "moh-50", "--seeds", "3"]
+    command = ["vision", str(data), "--steps", "2", "--variants", "dense", "moh-50", "--seeds", "3"]
     for name in ("a", "b"):
-        monkeypatch.setattr(sys, "argv", [*command, "--output-dir", str(tmp_path / name)])
+        monkeypatch.setattr(sys, "argv", [*command, "--output-dir", str(data / name)])
         assert vision.main() == 0
-    first, second = (vision.read_json(tmp_path / name / "vision.json") for name in ("a", "b"))
+    first, second = (vision.read_json(data / name / "vision.json") for name in ("a", "b"))
     assert first == second and first["runs"]["moh-50"]["3"] != first["runs"]["dense"]["3"]
     assert "load" in first["runs"]["moh-50"]["3"]["heads"] and "load" not in first["runs"]["dense"]["3"]["heads"]
     monkeypatch.setattr(vision, "measure", None)  # nothing is left to train
     capsys.readouterr()
     assert vision.main() == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("dense | 139,018 | ")
+    assert "\ndense | 139,018 | " in capsys.readouterr().out
 
 
 def test_data_that_is_not_there_is_one_line(tmp_path, monkeypatch):
