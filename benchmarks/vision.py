@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from baselines.images import add_experts, attend_to_fewer_keys, learn_shared_heads
 from command import keep_settings, status_of
+from safetensors.torch import load_file, save_file
 from scratch import difference_interval
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
@@ -47,9 +48,10 @@ SIZE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "in
 SIZE |= {"image_size": 28, "patch_size": 7, "num_channels": 1, "num_labels": 10}
 BATCH, RATE, SMOOTHING = 128, 2e-3, 0.1
 TEST, SCORED = 10_000, 500  # images of test, and of a batch of these
-WATCHED, PROBED = 2000, 200  # images that heads are watched on, of a small model and of a probed one
+WATCHED, PROBED = 2000, 100  # images that heads are watched on, of a small model and of a probed one
 PENALTY = 1e-3  # of a linear probe's squared weights
 PARTS = "train", "t10k"
+KINDS = "linear probe", "5 neighbours"
 CLASSES = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot"]
 
 
@@ -112,7 +114,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    keep_settings(args.output_dir, {"steps": args.steps, "probe_images": args.probe_images})
+    keep_settings(args.output_dir, {"steps": args.steps})
     file = args.output_dir / "vision.json"
     record: dict[str, Any] = read_json(file) if file.exists() else {"runs": {}, "probe": {}}
     images = {part: read(args.data, part) for part in PARTS} if args.variants else {}
@@ -125,9 +127,10 @@ def run(args: argparse.Namespace) -> None:
                 print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
     if args.variants:
         print(*table(record["runs"], args.variants, args.seeds), sep="\n")
-    if missing := [name for name in args.probe if name not in record["probe"]]:
-        record["probe"] |= probe(args, [*args.probe[:1], *(name for name in missing if name != args.probe[0])])
-        write_json(file, record)
+    for name in args.probe:
+        if name not in record["probe"]:
+            record["probe"][name] = probe(args, name)
+            write_json(file, record)
     print(*probe_table(record["probe"], args.probe, args.probe_images), sep="\n")
 
 
@@ -270,31 +273,32 @@ def linear_probe(features: Tensor, labels: Tensor) -> nn.Sequential:
     return nn.Sequential(norm, linear).eval().requires_grad_(False)
 
 
-def probe(args: argparse.Namespace, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Right answers of each model, the first of which is the base, and what the heads of MoH models do."""
-    folder, count, found = args.data / "fashion-mnist", args.probe_images, {}
-    for name in names:
-        model = AutoModel.from_pretrained(name).eval()
-        train, test = (open_images(str(folder / f"{part}-images-idx3-ubyte.gz"), Path(name)) for part in PARTS)
-        if not found:
-            known, labels = features_of(model, train, count), train.labels[:count]
-            classify = linear_probe(known, labels)
-        asked = features_of(model, test, count)
-        near = (normalize(asked, dim=-1) @ normalize(known, dim=-1).T).topk(5).indices
-        answers = {"linear probe": classify(asked).argmax(-1), "5 neighbours": labels[near].mode(-1).values}
-        found[name] = {kind: packed(one == test.labels[:count]) for kind, one in answers.items()}
-        if hasattr(model, "routers"):
-            pixels = test.batch(range(min(PROBED, count)))
-            found[name]["heads"] = analyse(model, pixels, test.labels[: len(pixels)])
-            with model.all_heads_active():
-                found[name]["base"] = analyse(model, pixels, test.labels[: len(pixels)])
+def probe(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Right answers of a model, and what its heads do if it is MoH; the first of `args.probe` is the base."""
+    base, count, kept = args.probe[0], args.probe_images, args.output_dir / "probe" / "train.safetensors"
+    keep_settings(kept.parent, {"base": base, "probe_images": count})
+    places = (str(args.data / "fashion-mnist" / f"{part}-images-idx3-ubyte.gz") for part in PARTS)
+    train, test = (open_images(place, Path(base)) for place in places)
+    if not kept.exists():
+        save_file({"states": features_of(AutoModel.from_pretrained(base).eval(), train, count)}, kept)
+    known, labels, wanted = load_file(kept)["states"], train.labels[:count], test.labels[:count]
+    model = AutoModel.from_pretrained(name).eval()
+    asked = features_of(model, test, count)
+    near = (normalize(asked, dim=-1) @ normalize(known, dim=-1).T).topk(5).indices
+    answers = linear_probe(known, labels)(asked).argmax(-1), labels[near].mode(-1).values
+    found: dict[str, Any] = {kind: packed(one == wanted) for kind, one in zip(KINDS, answers, strict=True)}
+    if hasattr(model, "routers"):
+        pixels = test.batch(range(min(PROBED, count)))
+        found["heads"] = analyse(model, pixels, wanted[: len(pixels)])
+        with model.all_heads_active():
+            found["base"] = head_similarity(model, [{"pixel_values": pixels}])
     return found
 
 
 def probe_table(found: dict[str, dict[str, str]], names: list[str], count: int) -> Iterator[str]:
     """A line for each model and kind of answers."""
     for name in names:
-        for kind in ("linear probe", "5 neighbours"):
+        for kind in KINDS:
             own, base = (unpacked(found[one][kind], count)[None] for one in (name, names[0]))
             share = f"{100 * own.mean() / base.mean():.1f} % of the base's"
             yield f"{name} | {kind} | {show(own, None if name == names[0] else base)} | {share}"

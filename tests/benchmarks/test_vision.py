@@ -204,8 +204,8 @@ def test_a_probe_of_a_model_with_all_heads_on_is_its_base(data, monkeypatch, cap
     assert [(line[0], line[1]) for line in lines[:2]] == [(names[0], "linear probe"), (names[0], "5 neighbours")]
     assert float(lines[0][2].split(" ")[0]) > 30 and lines[2][3] == "+0.00 (+0.00 to +0.00)"
     found = vision.read_json(data / "out" / "vision.json")["probe"]
-    assert found[names[1]]["heads"]["similarity"] == found[names[1]]["base"]["similarity"]
-    assert found[names[2]]["heads"]["similarity"] != found[names[2]]["base"]["similarity"]
+    assert found[names[1]]["heads"]["similarity"] == found[names[1]]["base"]
+    assert found[names[2]]["heads"]["similarity"] != found[names[2]]["base"]
     load = found[names[2]]["heads"]["load"]["load"]["Bag"]
     assert load[0] == 1 and sum(load) == pytest.approx(2)
     assert found[names[2]]["linear probe"] != found[names[0]]["linear probe"]
