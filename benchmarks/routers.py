@@ -26,13 +26,14 @@ from moh_llm.data import mixture, sample
 from moh_llm.data.shards import TokenizedSource
 from moh_llm.data.stream import SequenceStream
 from moh_llm.files import write_json
+from moh_llm.flops import distant_keys, share_of_keys
 from moh_llm.intervals import show_figure
 from moh_llm.metrics import Batch, sums_by_document
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.attention_moh import MoHLlamaAttention, _rotate
 from moh_llm.reading import read_json
 from moh_llm.training import networks, parallel, reference, sharding, thresholds
-from moh_llm.training.budget import distant_keys, distant_keys_read, make_budget, planned_share, share_of_keys
+from moh_llm.training.budget import distant_keys_read, make_budget, planned_share
 from moh_llm.training.config import DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from moh_llm.training.losses import IGNORED, next_token_targets
 from moh_llm.training.step import TrainingStep, accumulate_gradients, seed_step, set_learning_rates

@@ -7,28 +7,12 @@ not support its sentence. Text that only the card has is in its template, `moh_l
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_llm.intervals import show_documents, show_figure
-from moh_llm.records.conversion import REFERENCES, Conversion, Parameters, Verification, last_component
-from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Share
+from moh_llm.intervals import show_error, show_figure
+from moh_llm.records.conversion import Conversion, last_component
+from moh_llm.records.evaluation import EvaluationRecord, Share
 from moh_llm.records.run import Scores
 
 # ---- a conversion
-
-
-def heads_read(verification: Verification | None, heads: int) -> str | None:
-    """Heads per token on the held-out text of the conversion, averaged over tokens and layers.
-
-    Args:
-        verification: what the conversion measured.
-        heads: number of attention heads in a layer.
-    """
-    if verification is None:
-        return None
-    read = verification.heads_read
-    return (
-        f"Tokens of the conversion's held-out text had {read:.4g} of {heads} heads on ({read / heads:.1%}), averaged "
-        "over layers."
-    )
 
 
 def calibration_text(conversion: Conversion) -> str:
@@ -41,24 +25,15 @@ def calibration_text(conversion: Conversion) -> str:
     return f"The conversion was fitted to {calibration.tokens:,} tokens from: {', '.join(parts)}."
 
 
-def parameters_added(parameters: Parameters) -> str:
-    """Number of weights of the base, and of those that the conversion adds."""
-    return f"{parameters.dense:,} of the base, {parameters.routers:,} in routers, {parameters.fallbacks:,} in fallbacks"
-
-
 # ---- a training run
 
 
 def held_out_scores(scores: Scores) -> str:
     """Scores on held-out text, as a clause for a line of the terminal."""
-    text = (
-        f"perplexity {scores.perplexity:.3f} on {scores.tokens} held-out tokens of {show_documents(scores.documents)}"
-    )
+    text = f"perplexity {scores.perplexity:.2f}"
     if scores.reference is not None:
         kl = show_figure(scores.kl, scores.kl_interval, ".4f")
-        text += f"; {REFERENCES[scores.reference]}: {scores.reference_perplexity:.3f}, KL to it {kl}"
-    if scores.all_heads_kl is not None:
-        text += f", with all heads on {scores.all_heads_kl:.4f}"
+        text += f", the {scores.reference}'s {scores.reference_perplexity:.2f}; KL {kl}"
     return text
 
 
@@ -75,7 +50,43 @@ def verdict(report: EvaluationRecord, label: str, called: str | None = None) -> 
         label: the model's name in it.
         called: how the sentence calls the model, if not by its label.
     """
-    return f"{_caution(report)}{_sentence(report, label, called or label)}."
+    average, name = report.average, called or label
+    model, base = (average.scores.get(which) for which in (label, "base"))
+    some = "" if average.over == average.total else f"only {average.over} of "
+    on = f"on {some}{average.total} benchmark{'s' if average.total > 1 else ''}"
+    share, kept = (model.recovery, model.margin_kept) if model else (None, None)
+    if model is None:
+        text = f"{name} has no average: no benchmark was scored on every model"
+    elif base is None or share is None or share.share is None:
+        of_base = f" and base {base.value:.1f} %: a share is undefined" if base and share else ""
+        text = f"{name} averages {show_error(model.value, model.stderr, '.1f', '.1f')} % {on}{of_base}"
+    else:
+        of_base = f"{model.value:.1f} of {base.value:.1f}; {_spread(share)}"
+        text = f"{name} scores {share.share:.1f} % of base's average ({of_base}) {on}"
+        if kept and kept.share is not None:
+            above = "" if kept.over == kept.total else f" on {kept.over} of them"
+            text += f", and {kept.share:.1f} % of its margin over chance ({_spread(kept)}){above}"
+    return f"{_caution(report)}{text}."
+
+
+def _spread(share: Share) -> str:
+    if share.base_errors is not None:
+        return f"no interval: base's is {share.base_errors:.1f} standard errors above zero"
+    if share.interval is None:
+        return "interval not known"
+    return f"95 % interval {share.interval[0]:.1f} to {share.interval[1]:.1f} %"
+
+
+def _caution(report: EvaluationRecord) -> str:
+    """What limits the figures of a verdict; empty if nothing does."""
+    if report.limit is not None:
+        return f"ONLY {report.limit} ITEM{'S' if report.limit > 1 else ''} A TASK (--limit): "
+    parts = [
+        f"{row.name} {min(figures.items for figures in row.scores.values())} of {row.items_in_full}"
+        for row in report.benchmarks
+        if row.name in report.partial_data
+    ]
+    return f"ONLY PART OF THE ITEMS ({', '.join(parts)}): " if parts else ""
 
 
 def warnings(report: EvaluationRecord) -> list[str]:
@@ -107,7 +118,7 @@ def warnings(report: EvaluationRecord) -> list[str]:
                 f"Prompts longer than {label}'s context of {about.context} tokens lost their beginning in "
                 f"{', '.join(cut)}."
             )
-    return found + _without_spread(report)
+    return found
 
 
 def all_heads_on_prompts(analysis: Mapping[str, Any], label: str) -> list[str]:
@@ -127,88 +138,5 @@ def mean_heads_on(loads: Sequence[Sequence[float]]) -> float:
     return sum(sum(load) for load in loads) / len(loads)
 
 
-def _without_spread(report: EvaluationRecord) -> list[str]:
-    """A warning if all items of a benchmark have the same score, for which lm-eval states a standard error of 0."""
-    alike = []
-    for row in report.benchmarks:
-        # A single item has no standard error.
-        if labels := [label for label, figures in row.scores.items() if figures.stderr == 0]:
-            alike.append(f"{row.name} ({', '.join(labels)})")
-    if not alike:
-        return []
-    return [
-        f"All items have the same score in {', '.join(alike)}: a standard error of 0 there does not mean certainty, "
-        "and the standard error of the average may be too small."
-    ]
-
-
 def _one_line(text: str) -> str:
     return " ".join(text.split())[:200]
-
-
-def _sentence(report: EvaluationRecord, label: str, name: str) -> str:
-    model, base = report.average.scores.get(label), report.average.scores.get("base")
-    if model is None:
-        every = " on every model" if len(report.models) > 1 else ""
-        return f"{name} has no average: none of {_benchmarks(report.average.total)} was scored{every}"
-    if model.recovery is None or base is None:
-        known = "not known" if model.stderr is None else f"{model.stderr:.1f}"
-        alone = "" if label == "base" else "; no base was scored with it"
-        return f"{name} averages {model.value:.1f} % (standard error {known}) {_extent(report)}{alone}"
-    if model.recovery.share is None:
-        return (
-            f"{name} averages {model.value:.1f} % and base {base.value:.1f} % {_extent(report)}; a share is undefined"
-        )
-    keeps = "keeps" if model.recovery.share <= 100 else "scores"
-    return (
-        f"{name} {keeps} {model.recovery.share:.1f} % of base's average ({model.value:.1f} of {base.value:.1f}; "
-        f"{_spread(model.recovery, 'average', '0')}) {_extent(report)}{_margin(model)}"
-    )
-
-
-def _margin(model: AverageFigures) -> str:
-    """The clause after "and": the share of the margin over chance."""
-    kept = model.margin_kept
-    if kept is None:
-        return ""
-    left_out = f"; base is at chance on {', '.join(kept.at_chance)}" if kept.at_chance else ""
-    left_out += f"; no chance level is known for {', '.join(kept.unknown)}" if kept.unknown else ""
-    if kept.share is None:
-        return f", and there is no margin over chance to compare{left_out}"
-    of = "" if kept.over == kept.total else f" on {kept.over} of them"
-    return (
-        f", and {kept.share:.1f} % of its margin over chance ({kept.model:.1f} of {kept.base:.1f} points; "
-        f"{_spread(kept, 'margin', 'chance')}){of}{left_out}"
-    )
-
-
-def _spread(share: Share, what: str, zero: str) -> str:
-    if share.base_errors is not None:
-        return f"no interval, as base's {what} is only {share.base_errors:.1f} standard errors above {zero}"
-    if share.interval is None:
-        return "interval not known"
-    return f"95 % interval {share.interval[0]:.1f} to {share.interval[1]:.1f} %"
-
-
-def _extent(report: EvaluationRecord) -> str:
-    average = report.average
-    if average.over == average.total:
-        return f"on {_benchmarks(average.total)}"
-    others = ", the others lacking a score" if len(report.models) == 1 else ", those that every model has"
-    return f"on only {average.over} of {_benchmarks(average.total)}{others}"
-
-
-def _benchmarks(number: int) -> str:
-    return "1 benchmark" if number == 1 else f"{number} benchmarks"
-
-
-def _caution(report: EvaluationRecord) -> str:
-    """What limits the figures of a verdict; empty if nothing does."""
-    if report.limit is not None:
-        return f"ONLY {report.limit} ITEM{'S' if report.limit > 1 else ''} A TASK (--limit): "
-    parts = [
-        f"{row.name} {min(figures.items for figures in row.scores.values())} of {row.items_in_full}"
-        for row in report.benchmarks
-        if row.name in report.partial_data
-    ]
-    return f"ONLY PART OF THE ITEMS ({', '.join(parts)}): " if parts else ""

@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command != "publish":  # an upload is the library's own step
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_LEAVE", "")  # a bar that is full goes
     if not sys.stderr.isatty():  # all bars, those of libraries too: none of short work, and the others every 10 s
         os.environ.setdefault("TQDM_MININTERVAL", "10")
         os.environ.setdefault("TQDM_DELAY", "10")

@@ -64,6 +64,23 @@ def keys_read(config: MoHLlamaConfig, length: int) -> float:
     return on + (1 - on) * fallback_keys(config, length)
 
 
+def share_of_keys(config: MoHLlamaConfig, share: float, length: int) -> float:
+    """Share of all keys that is read in a document of ``length`` tokens, given the share of the distant ones."""
+    near = fallback_keys(config, length)
+    return near + (1 - near) * share
+
+
+def distant_keys(config: MoHLlamaConfig, position_ids: torch.Tensor) -> torch.Tensor:
+    """Keys that a head reads of each token if it is on, and not if it is off, float32 `[B, L]`.
+
+    `position_ids` `[B, L]` count within each document. A document's first tokens, which have all heads on, have none.
+    """
+    if config.head_fallback != "local":
+        return position_ids + 1.0
+    beyond = position_ids + 1.0 - config.local_window - config.local_sinks
+    return beyond.clamp_min(0).masked_fill(position_ids < config.all_heads_until, 0)
+
+
 def _parts(
     config: MoHLlamaConfig,
     length: int,

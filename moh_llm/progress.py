@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from tqdm import tqdm
 
-_FORMAT = "{desc} |{bar:12}| {percentage:.0f} %, {elapsed} gone, {remaining} left"
+_FORMAT = "{desc} |{bar:12}| {percentage:.0f} %, {remaining} left"
 
 
 class TextProgress(tqdm):  # type: ignore[type-arg]
@@ -17,11 +17,13 @@ class TextProgress(tqdm):  # type: ignore[type-arg]
     """
 
     def __init__(self, what: str, tokens: int, passes: Mapping[str, float]):
-        self._what, self._tokens, self._passes = what, tokens, passes
+        self._what, self._tokens, self._passes, self._read = what, tokens, passes, dict.fromkeys(passes, 0.0)
         work = sum(passes.values())
-        super().__init__(total=work, desc=what, bar_format=_FORMAT, smoothing=0, miniters=0)
+        super().__init__(total=work, desc=what, bar_format=_FORMAT, smoothing=0, miniters=0, leave=False)
 
     def advance(self, name: str, tokens: float) -> None:
         """Count ``tokens`` more tokens of pass ``name``; some of a token's layers count as a fraction of it."""
-        self.set_description_str(f"{self._what}: {name}", refresh=False)
+        self._read[name] += tokens
+        told = f"{self._what} {name}: {self._read[name]:,.0f} of {self._tokens:,} tokens"
+        self.set_description_str(told, refresh=False)
         self.update(self._passes[name] * tokens / self._tokens)

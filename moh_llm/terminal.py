@@ -4,6 +4,7 @@ Paths can contain brackets and colons, which rich would read as markup and emoji
 `console` print the former as they are, `say` the latter as escapes (`moh_llm.errors.printable`).
 """
 
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,6 +24,15 @@ def say(*lines: object, file: TextIO | None = None) -> None:
 def say_aside(*lines: object) -> None:
     """`say` to standard error."""
     say(*lines, file=sys.stderr)
+
+
+def say_passing(*lines: object) -> None:
+    """`say` to standard error; on a terminal a line takes the place of the one before, and no line clears it."""
+    if not sys.stderr.isatty():
+        say(*lines, file=sys.stderr)
+        return
+    text = printable(str(lines[-1] if lines else ""))
+    print(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
 
 
 def console(**settings: Any) -> "Console":

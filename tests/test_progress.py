@@ -12,4 +12,4 @@ def test_passes_count_by_their_work(capsys):
         assert bar.n / bar.total == pytest.approx(0.25)
         bar.advance("backward", 500)
         bar.refresh()
-    assert "calibrate: backward" in (told := capsys.readouterr().err) and "62 %" in told
+    assert "calibrate backward: 500 of 1,000 tokens" in (told := capsys.readouterr().err) and "62 %" in told

@@ -1,6 +1,7 @@
 """``moh-llm convert``: a LLaMA checkpoint in, a MoH checkpoint with its proof out; and the way back."""
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,52 +51,51 @@ def restore(config: "ConversionConfig") -> None:
 
 
 def print_conversion(record: "Conversion", output: Path) -> None:
-    """Print the head plan, the cost and the verification."""
+    """Print what the model reads, and how close it is to its base: at most 15 lines of a terminal of 80 columns."""
     if record.images:
         from moh_llm.vision.convert import describe
 
         say(*describe(record, output), f"{record.seconds:.1f} s on {record.device}; written to {output}")
         return
-    from moh_llm.claims import calibration_text, heads_read, parameters_added
     from moh_llm.modeling import MoHLlamaConfig
 
     config = MoHLlamaConfig.from_pretrained(output)
-    heads, active = config.num_attention_heads, config.active_heads_per_layer
+    heads, active, plan = config.num_attention_heads, config.active_heads_per_layer, record.plan
+    spread = "" if len(set(active)) == 1 else f", {min(active)} to {max(active)} by layer"
+    mean, layers = f"{sum(active) / len(active):.4g}", len(active)
     say(
-        f"{record.base.name}: {len(active)} layers of {heads} heads -> {sum(active) / len(active):.4g} asked for, "
-        f"which read {record.plan.keys_read:.1%} of the base's keys at {record.plan.context:,} tokens",
-        f"router {config.router_type}, fallback {config.head_fallback}",
-        f"heads asked for by layer: {' '.join(map(str, active))}",
-        f"shared heads by layer: {' '.join(str(len(shared)) for shared in config.shared_heads_per_layer)}",
+        f"{record.base.label}: {layers} layers of {heads} heads, {mean} asked for{spread}",
+        f"asked for {plan.keys_read:.1%} of the base's keys in {plan.context:,} tokens",
     )
     if added := record.vocabulary:
         say(f"{added.new_tokens} new tokens")
-    if config.head_fallback == "local":
-        say(f"a document's first {config.all_heads_until:,} tokens have all heads on")
-    say(calibration_text(record))
-    if read := heads_read(record.verification, heads):
-        say(read)
-    say(f"parameters: {parameters_added(record.parameters)}")
+    if record.calibration:
+        say(f"fitted to {record.calibration.tokens:,} tokens of {len(record.calibration.tokens_of_source)} sources")
     if record.verification:
-        _print_proof(record.verification)
+        _print_proof(record.verification, heads)
     else:
         say("nothing was verified (--heldout-tokens 0)")
-    say(f"{record.seconds:.1f} s on {record.device}, in {record.compute_dtype}; written to {output}")
+    say(
+        f"{record.seconds:.1f} s on {record.device}, in {record.compute_dtype}; written to {output}",
+        f"next: moh-llm train recipes/smollm2_recovery.yaml --model {shlex.quote(str(output))} "
+        f"--data.sequence_length {plan.context}",
+    )
 
 
-def _print_proof(proof: "Verification") -> None:
+def _print_proof(proof: "Verification", heads: int) -> None:
     from moh_llm.intervals import show_documents, show_figure
 
     own = proof.converted
+    keys = "" if proof.keys_read is None else f"{proof.keys_read:.1%} of the keys, "
     say(
         f"all heads on: every layer equals the base's, bit for bit ({proof.dtype})",
-        f"as planned, on {proof.held_out_tokens:,} held-out tokens of {show_documents(proof.held_out_documents)}, with "
-        "95 % intervals:",
+        f"on {proof.held_out_tokens:,} held-out tokens of {show_documents(proof.held_out_documents)} (95 % intervals):",
+        f"  reads {keys}{proof.heads_read:.4g} of {heads} heads",
         f"  perplexity {own.perplexity:.2f}, the base's {proof.base_perplexity:.2f}: "
         f"x {show_figure(own.perplexity_ratio, own.ratio_interval, '.3f')}",
         f"  KL to the base {show_figure(own.kl, own.kl_interval, '.4f')}, same top-1 token {own.top1_agreement:.1%}",
     )
-    for part in proof.by_position:
-        say(f"  from position {part.start:,} of a document on: KL {part.kl:.4f} ({part.tokens:,} tokens)")
+    if parts := [f"{part.kl:.4f} from token {part.start:,} on" for part in proof.by_position]:
+        say(f"  KL by position: {', '.join(parts)}")
     for found in proof.retrieval:
         say(f"  {found.task} of what is out of sight: {found.converted} of {found.asked} right, the base {found.base}")

@@ -6,10 +6,11 @@ run; the same command resumes it.
 """
 
 import argparse
+import shlex
 from typing import TYPE_CHECKING
 
 from moh_llm.flags import OptionParser, options_from
-from moh_llm.terminal import say
+from moh_llm.terminal import say, say_passing
 
 if TYPE_CHECKING:
     from moh_llm.evaluation.evaluate import Evaluation
@@ -47,8 +48,13 @@ def print_evaluation(evaluation: "Evaluation") -> None:
     if not evaluation.first_process:
         return
     record = evaluation.record
-    for sentence in (*warnings(record), *(verdict(record, label) for label in record.models)):
-        say(sentence)
+    say_passing()
+    say(*warnings(record))
+    for label in record.models:
+        scores = {row.name: row.scores[label].value for row in record.benchmarks if label in row.scores}
+        say(f"{label}: {', '.join(f'{name} {value:.1f}' for name, value in scores.items())}")
+    for label in record.compared_models or record.models:
+        say(verdict(record, label))
     say(f"the report is in {evaluation.folder}: report.html, report.md, report.json")
     for label, error in evaluation.failed_analyses.items():
         say(f"the analysis of {label} failed, its scores stand: {error}")
@@ -58,3 +64,6 @@ def print_evaluation(evaluation: "Evaluation") -> None:
             f"finished benchmarks are kept in {evaluation.partial}: the same command with --overwrite "
             + (f"scores only {again} again" if again else "repeats the analysis only")
         )
+    for model in [about.model for about in record.models.values() if about.heads][-1:]:
+        words = shlex.join([model, "--evaluation", str(evaluation.folder)])
+        say(f"next: moh-llm publish {words} --repo-id ORG/NAME --dry-run")

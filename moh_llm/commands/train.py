@@ -4,8 +4,16 @@ A run that was interrupted goes on where it stopped when the same command is giv
 """
 
 import argparse
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moh_llm.flags import OptionParser
+from moh_llm.terminal import say
+
+if TYPE_CHECKING:
+    from moh_llm.records.run import RunRecord
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -26,5 +34,21 @@ def run(args: argparse.Namespace) -> int:
     from moh_llm.training.config import TrainConfig
 
     config = read_options(TrainConfig, [*recipe_values(args.recipe), *args.given])
-    moh_llm.train(config, overwrite=args.overwrite)
+    record = moh_llm.train(config, overwrite=args.overwrite)
+    if record.status == "finished" and os.environ.get("RANK", "0") == "0":
+        print_next(Path(config.output_dir), record)
     return 0
+
+
+def print_next(run: Path, record: "RunRecord") -> None:
+    """Print what a finished run read, and the command that scores its model."""
+    from moh_llm.records.conversion import read_conversion
+
+    conversion = read_conversion(run / "model")
+    base = f" --base {shlex.quote(conversion.base.name)}" if conversion else ""
+    tokens = sum(part["tokens"] for part in (record.data_read or {}).values())
+    say(
+        f"trained on {tokens:,} tokens in {record.seconds or 0:.0f} s",
+        f"next: moh-llm evaluate {shlex.quote(str(run / 'model'))}{base} --suite smoke --output-dir "
+        f"{shlex.quote(str(run / 'report'))}",
+    )

@@ -3,6 +3,7 @@
 Base and converted model run side by side from disk, a layer at a time, on the same text.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from moh_llm.analysis.retrieval import Prompt, make_prompt, score
 from moh_llm.conversion.layers import LayerwiseModel, run_layer
 from moh_llm.errors import UserError
+from moh_llm.flops import distant_keys, share_of_keys
 from moh_llm.metrics import Batch, LogitsOf, compare_to_reference
 from moh_llm.progress import TextProgress
 from moh_llm.records.conversion import AllHeadsActive, Figures, PositionFigures, RetrievalFigures, Verification
@@ -41,12 +43,18 @@ def verify(
         batches = [*batches, {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}]
     of_base = base.embed(batch["input_ids"] for batch in batches)
     of_converted = list(of_base)
-    heads_on = []
+    held = batches[:held_out]
+    distant = torch.cat([distant_keys(converted.config, batch["position_ids"]).flatten() for batch in held]).double()
+    read = []  # heads on, and the share of the distant keys that is read, by layer
     tokens = sum(batch["input_ids"].numel() for batch in batches)
-    with TextProgress("verify", tokens, {"layers": 1.0}) as bar:
+    with TextProgress("verify", tokens, {"both": 1.0}) as bar:
         for number in range(len(base)):
-            heads_on.append(_verify_layer(number, base, converted, of_base, of_converted, batches, held_out))
-            bar.advance("layers", tokens / len(base))
+            on = _verify_layer(number, base, converted, of_base, of_converted, batches)[: len(distant)]
+            share = (on * distant).sum() / (distant.sum() * converted.config.num_attention_heads)
+            read.append([on.mean().item(), share.item()])
+            bar.advance("both", tokens / len(base))
+    heads_read, share = torch.tensor(read, dtype=torch.float64).mean(0).tolist()
+    length = batches[0]["input_ids"].shape[1]
     head = base.head()
 
     def logits_in_turn(hidden: Sequence[torch.Tensor]) -> LogitsOf:
@@ -56,10 +64,10 @@ def verify(
     # One window at a time: logits of a large vocabulary take more memory than a layer.
     windows = [
         {name: batch[name][row : row + 1] for name in ("labels", "documents", "position_ids")}
-        for batch in batches[:held_out]
+        for batch in held
         for row in range(len(batch["labels"]))
     ]
-    edges = [edge for edge in EDGES if edge < batches[0]["input_ids"].shape[1]]
+    edges = [edge for edge in EDGES if edge < length]
     compared = {"converted": logits_in_turn(of_converted)}
     found = compare_to_reference(compared, logits_in_turn(of_base), windows, edges if edges[1:] else ())["converted"]
     return Verification(
@@ -69,7 +77,8 @@ def verify(
         held_out_documents=found.documents,
         base_perplexity=found.reference_perplexity,
         converted=Figures(**found.figures()),
-        heads_read=round(sum(heads_on) / len(heads_on), 4),
+        heads_read=round(heads_read, 4),
+        keys_read=None if math.isnan(share) else round(share_of_keys(converted.config, share, length), 4),
         by_position=[
             PositionFigures(start=start, tokens=part.tokens, kl=part.kl) for start, part in found.parts.items()
         ],
@@ -111,12 +120,11 @@ def _verify_layer(
     of_base: list[torch.Tensor],
     of_converted: list[torch.Tensor],
     batches: Sequence[Batch],
-    held_out: int,
-) -> float:
+) -> torch.Tensor:
     """Run a layer of both models on their hidden states, in place.
 
     Returns:
-        The mean number of heads that tokens of the first `held_out` batches have on.
+        The number of heads that each token has on, float64 `[N]`.
     """
     first = of_base[0]
     _run(base.layer(number), of_base, batches)
@@ -128,11 +136,11 @@ def _verify_layer(
             f"layer {number} with all heads on does not equal the base's; nothing was written. "
             "Please report this with the base's name"
         )
-    gates: list[torch.Tensor] = []  # [N, H] of each batch
+    on: list[torch.Tensor] = []
     router = layer.layers[0].self_attn.router
-    router.register_forward_hook(lambda module, args, output: gates.append(output[1].flatten(0, -2)))
+    router.register_forward_hook(lambda module, args, output: on.append(output[1].ne(0).sum(-1).flatten().cpu()))
     _run(layer, of_converted, batches)
-    return torch.cat(gates[:held_out]).ne(0).sum(-1).double().mean().item()
+    return torch.cat(on).double()
 
 
 def _run(layer: nn.Module, hidden: list[torch.Tensor], batches: Sequence[Batch]) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -143,11 +143,11 @@ class Tokens(NamedTuple):
     sources: list[TokenizedSource]
 
 
-def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None], rows: int | None = None) -> Tokens:
+def tokens_for(mixture: str, tokenizer: Any, rows: int | None = None) -> Tokens:
     """The tokens of a recipe's ``data.mixture``.
 
     That is a folder that ``moh-llm tokenize`` made, or a mixture file or name, whose text is tokenised into the cache
-    unless its tokens are there. ``rows`` are those of the model's embedding; ``say`` prints one line.
+    unless its tokens are there. ``rows`` are those of the model's embedding.
 
     Raises:
         UserError: another tokenizer made the tokens, one has no row, or the text cannot be read or is too much.
@@ -160,7 +160,6 @@ def tokens_for(mixture: str, tokenizer: Any, say: Callable[[str], None], rows: i
     folder = cache_folder(spec, wanted)
     from moh_llm.data.tokenize import tokenize_mixture
 
-    say(f"its tokens are in {folder}")
     # Of several processes the first tokenises. What a killed run left is from the same text: its hash is in the name.
     with lock_folder(folder, wait=True):
         tokenize_mixture(spec, wanted, folder)

@@ -30,7 +30,7 @@ from moh_llm.evaluation.tasks import SEEDS, Loaded, load_tasks, one_line, requir
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
 from moh_llm.records.evaluation import EvaluationRecord
-from moh_llm.terminal import say_aside
+from moh_llm.terminal import say_passing
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -63,7 +63,7 @@ class Evaluation:
         return {label: found["error"] for label, found in self.record.analysis.items() if "error" in found}
 
 
-def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_aside, command_line: str = "") -> Evaluation:
+def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_passing, command_line: str = "") -> Evaluation:
     """Score models on a suite, analyse their heads, and write the report.
 
     A benchmark or an analysis that fails is part of the result. Finished benchmarks are kept in OUTPUT.partial until

@@ -113,7 +113,6 @@ def score(
     results = team.broadcast(
         lambda: {label: _identify(label, model, dtype, device, say) for label, model in models.items()}
     )
-    say(f"compute dtype: {dtype} for every model, whatever it is stored in")
     with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
         say(f"reading the data of {len(suite.benchmarks)} benchmarks")
         loaded = team.barrier(lambda: load_tasks(suite, Path(folder), data_dir, limit))

@@ -158,7 +158,7 @@ def recipe(run: TrainingRun) -> Pairs:
         ("objective", objective(goal["kind"], run.reference)),
         ("tokens", f"{run.tokens:,}"),
         ("steps", f"{run.lines[-1].step:,} of {given['max_steps']:,}, each {batch}"),
-        ("weights trained", _weights_trained(run)),
+        ("weights trained", weights_trained(run)),
     ]
     options = {f"{group}.{key}": value for group in ("optimizer", "schedule") for key, value in given[group].items()}
     pairs += [(key, _short(value)) for key, value in options.items() if value is not None]
@@ -194,7 +194,7 @@ def objective(kind: str, teacher: ReferenceKind) -> str:
     return f"distillation, teacher: {REFERENCES[teacher]}" if kind == "distillation" else "cross-entropy on the text"
 
 
-def _weights_trained(run: TrainingRun) -> str:
+def weights_trained(run: TrainingRun) -> str:
     """Which weights a run trained, by kind."""
     names = {"base": "the dense model", "adapters": "adapters", "routers": "routers", "fallbacks": "fallbacks"}
     counts = {kind: (run.record.parameters or {}).get(f"trained_{kind}") for kind in names}

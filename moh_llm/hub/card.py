@@ -4,31 +4,30 @@
 """
 
 import contextlib
-import itertools
 import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
-from jinja2 import Environment
+from jinja2 import Template
 
 from moh_llm import claims
 from moh_llm.errors import UserError
 from moh_llm.evaluation import runs, tables
-from moh_llm.evaluation.rendering import Safe, address, facts, markdown_templates, plain, visible
+from moh_llm.evaluation.rendering import Safe, Table, address, markdown_templates, plain, visible
 from moh_llm.evaluation.runs import TrainingRun
 from moh_llm.files import write_text
 from moh_llm.hub.checks import CARD
 from moh_llm.hub.lineage import Licence, Lineage, check_terms, find_licence, is_hub_id, read_lineage
-from moh_llm.intervals import show_documents, show_figure, show_interval
+from moh_llm.intervals import show_documents, show_figure, show_number
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import REFERENCES, RunEntry
 from moh_llm.records.evaluation import EvaluationRecord, Row, read_evaluation
 from moh_llm.records.identity import identify
 from moh_llm.records.model import read_moh_config
+from moh_llm.records.run import Scores
 from moh_llm.records.seal import add_to_seal
 from moh_llm.records.tokens import read_tokens
 
@@ -69,27 +68,30 @@ def build_card(
     name = lineage.name if repo_id is None else repo_id.rpartition("/")[2]
     report, label = read_scores(evaluation, folder) if evaluation else (None, "")
     scored = [row for row in report.benchmarks if label in row.scores] if report else []
-    body = (
-        _templates()
-        .get_template("card.md")
-        .render(
-            repo_id=repo_id,
-            revision=revision,
-            name=name,
-            config=config,
-            lineage=lineage,
-            conversion=lineage.conversion,
-            run=lineage.run,
-            routes=config.router_type != "none" and any(map(config.routed_heads, range(config.num_hidden_layers))),
-            never_on=_heads_never_on(config),
-            licence=found,
-            report=report,
-            label=label,
-            no_results=[row for row in scored if not _is_result(row, report)],
-            fewest_items=FEWEST_ITEMS,
-            compared_length=_longest_compared(lineage),
-            versions=_versions(lineage),
-        )
+    run, made, versions = lineage.run, lineage.conversion, {}
+    if run:
+        versions = run.record.versions or {}
+    elif made:
+        versions = {"moh_llm": made.moh_llm, **(made.versions or {})}
+    routed = any(map(config.routed_heads, range(config.num_hidden_layers)))
+    body = _template().render(
+        repo_id=repo_id,
+        revision=revision,
+        name=name,
+        config=config,
+        lineage=lineage,
+        conversion=made,
+        run=run,
+        scores=run.record.evaluation if run else None,
+        kept=_kept(config, lineage),
+        routes=config.router_type != "none" and routed,
+        licence=found,
+        report=report,
+        label=label,
+        no_results=[row for row in scored if not _is_result(row, report)],
+        fewest_items=FEWEST_ITEMS,
+        unrecorded=_unrecorded(lineage),
+        versions=[f"{package} {version}" for package, version in versions.items() if version],
     )
     metadata = _metadata(name, lineage, found, report, label)
     return f"---\n{metadata.to_yaml()}\n---\n\n{body.strip()}\n"
@@ -215,37 +217,50 @@ def _hub_datasets(run: TrainingRun | None) -> list[str]:
 # ---- values of the template
 
 
-def _versions(lineage: Lineage) -> list[str]:
-    """Packages and versions that the last run, or else the conversion, was made with."""
-    found: dict[str, str | None] = {}
-    if lineage.run and lineage.run.record.versions:
-        found = dict(lineage.run.record.versions)
-    elif lineage.conversion:
-        found = {"moh_llm": lineage.conversion.moh_llm, **(lineage.conversion.versions or {})}
-    return [f"{name.replace('moh_llm', 'MoH-LLM')} {version}" for name, version in found.items() if version]
+def _kept(config: MoHLlamaConfig, lineage: Lineage) -> Table:
+    """Keys, heads, and figures against the base, of the model as it was converted and as it was tuned."""
+    active, columns = sum(config.active_heads_per_layer) / config.num_hidden_layers, {}
 
+    def add(
+        name: str, length: int | None, asked: float | None, on: float | None, scores: Scores | None
+    ) -> dict[str, str]:
+        read = show_number(scores and scores.keys_read, ".1f", 100)
+        cells = columns[f"{name}, {show_number(length, ',')} tokens"] = {
+            "keys read (asked for), % of the base's": f"{read} ({show_number(asked, '.1f', 100)})".replace(
+                "- (-)", "-"
+            ),
+            f"heads on (asked for), of {config.num_attention_heads}": f"{show_number(on, '.4g')} ({active:.4g})",
+        }
+        if scores:
+            ratio = show_figure(scores.ratio, scores.ratio_interval, "#.5g")
+            times = "" if scores.ratio is None else f", {ratio} times the base's"
+            cells["perplexity"] = f"{scores.perplexity:#.5g}{times}"
+            cells["KL to the base"] = show_figure(scores.kl, scores.kl_interval, "#.3g")
+            cells["KL with all heads on"] = show_number(scores.all_heads_kl, ".3g")
+            cells["same top-1 token, %"] = show_number(scores.top1_agreement, ".2f", 100)
+            cells["held-out text"] = f"{scores.tokens:,} tokens, {show_documents(scores.documents)}"
+        return cells
 
-def _heads_never_on(config: MoHLlamaConfig) -> list[int]:
-    """Number of heads per layer that are off for all tokens after the first ones."""
-    if config.router_type == "none":
-        return [config.num_attention_heads - len(shared) for shared in config.shared_heads_per_layer]
-    return [len(heads) for heads in config.never_on_heads_per_layer]
-
-
-def _longest_compared(lineage: Lineage) -> int | None:
-    """Length in tokens of the longest sequences that the model was compared with its reference on."""
-    conversion, run, lengths = lineage.conversion, lineage.run, []
-    if conversion and conversion.verification and conversion.plan and conversion.plan.context:
-        lengths.append(conversion.plan.context)
-    if run and run.record.evaluation and run.record.evaluation.kl is not None:
-        lengths.append(run.recipe["data"]["sequence_length"])
-    return max(lengths, default=None)
-
-
-def _entry_names(lineage: Lineage) -> list[str]:
-    """What to call each entry of a lineage: "conversion", "run 1", "run 2"..."""
-    numbers = itertools.count(1)
-    return [f"run {next(numbers)}" if isinstance(entry, RunEntry) else "conversion" for entry in lineage.chain.entries]
+    if (made := lineage.conversion) and (plan := made.plan):
+        proof, scores = made.verification, None
+        if proof:
+            scores = Scores(
+                tokens=proof.held_out_tokens,
+                documents=proof.held_out_documents,
+                reference_perplexity=proof.base_perplexity,
+                keys_read=proof.keys_read,
+                **proof.converted.model_dump(exclude={"perplexity_ratio"}),
+            )
+        figures = add("as converted", plan.context, plan.keys_read, proof and proof.heads_read, scores)
+        for part in proof.retrieval if proof else []:
+            figures[f"{part.task}, right of {part.asked}"] = f"{part.converted}; the base {part.base}"
+    if run := lineage.run:
+        on = [line.routing.heads_read for line in run.lines if line.routing]
+        length = run.recipe["data"]["sequence_length"]
+        add("tuned", length, run.record.keys_asked, on[-1] if on else None, run.record.evaluation)
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    rows = [[name, *(column.get(name, "-") for column in columns.values())] for name in names]
+    return Table(["", *columns], [row for row in rows if {*row[1:]} != {"-"}])
 
 
 def _unrecorded(lineage: Lineage) -> list[str]:
@@ -253,42 +268,18 @@ def _unrecorded(lineage: Lineage) -> list[str]:
     gaps, entries = lineage.chain.unrecorded(), lineage.chain.entries
     if lineage.conversion and entries and isinstance(entries[0], RunEntry):
         gaps = [0, *gaps]  # the entry of the conversion is missing
-    return [_entry_names(lineage)[gap] for gap in gaps]
+    return [f"entry {gap + 1}" for gap in gaps]
 
 
-def _by_layer(values: Sequence[int]) -> str:
-    """``9 in each layer``, or ``layers 0 to 2: 9; layer 3: 7``."""
-    if len(set(values)) == 1:
-        return f"{values[0]} in each layer"
-    parts, start = [], 0
-    for value, group in itertools.groupby(values):
-        end = start + len(list(group)) - 1
-        parts.append(f"{f'layer {start}' if start == end else f'layers {start} to {end}'}: {value}")
-        start = end + 1
-    return "; ".join(parts)
-
-
-def _templates() -> Environment:
+def _template() -> Template:
     templates = markdown_templates("moh_llm.hub", plain)
     templates.filters |= {
         "form": format,
-        "figure": show_figure,
-        "interval": show_interval,
-        "documents": show_documents,
-        "by_layer": _by_layer,
         "one_line": lambda paragraph: " ".join(paragraph.split()),
         "address": lambda value: Safe(found) if (found := address(value)) else None,
         # Commands and Python are copied as they stand, so nothing in them is escaped.
         "shell": lambda value: Safe(shlex.quote(visible(value))),
         "string_literal": lambda value: Safe(json.dumps(visible(value), ensure_ascii=False)),
     }
-    templates.globals |= {
-        "claims": claims,
-        "references": REFERENCES,
-        "entry_names": _entry_names,
-        "unrecorded": _unrecorded,
-        "tables": tables,
-        "runs": runs,
-        "facts": facts,
-    }
-    return templates
+    templates.globals |= {"claims": claims, "references": REFERENCES, "tables": tables, "runs": runs}
+    return templates.get_template("card.md")

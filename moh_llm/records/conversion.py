@@ -118,6 +118,8 @@ class Verification(Record):
 
     Attributes:
         heads_read: heads that a held-out token has on, mean over layers.
+        keys_read: share of the base's keys that the model reads in a document of the plan's length; None where all of
+            the text is at the first tokens of documents, which have all heads on.
         by_position, retrieval: of long contexts.
     """
 
@@ -128,6 +130,7 @@ class Verification(Record):
     base_perplexity: float
     converted: Figures
     heads_read: float
+    keys_read: float | None = None
     by_position: list[PositionFigures] = Field(default_factory=list)
     retrieval: list[RetrievalFigures] = Field(default_factory=list)
 

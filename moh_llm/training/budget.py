@@ -25,24 +25,13 @@ from collections.abc import Sequence
 import torch
 
 from moh_llm.errors import UserError
-from moh_llm.flops import fallback_keys
+from moh_llm.flops import fallback_keys, share_of_keys
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaModel, MoHRouter
 from moh_llm.modeling.routing_moh import straight_through
 from moh_llm.training.config import TrainConfig
 
 MEMORY = 0.9  # weight of earlier steps in the average of the multiplier
 CORRECTION = 3.0  # a model that reads 10 % more than its budget gets a multiplier that is 30 % higher
-
-
-def distant_keys(config: MoHLlamaConfig, position_ids: torch.Tensor) -> torch.Tensor:
-    """Keys that a head reads of each token if it is on, and not if it is off, float32 `[B, L]`.
-
-    `position_ids` `[B, L]` count within each document. A document's first tokens, which have all heads on, have none.
-    """
-    if config.head_fallback != "local":
-        return position_ids + 1.0
-    beyond = position_ids + 1.0 - config.local_window - config.local_sinks
-    return beyond.clamp_min(0).masked_fill(position_ids < config.all_heads_until, 0)
 
 
 def distant_keys_read(
@@ -70,12 +59,6 @@ def distant_keys_read(
         change = (soft * (1 - soft)).detach().sum(-1) * router.group_size
         slope = slope + (weights * change).sum().to(slope.device)
     return read / heads, slope / heads
-
-
-def share_of_keys(config: MoHLlamaConfig, share: float, length: int) -> float:
-    """Share of all keys that is read in a document of ``length`` tokens, given the share of the distant ones."""
-    near = fallback_keys(config, length)
-    return near + (1 - near) * share
 
 
 def share_of_distant_keys(config: MoHLlamaConfig, keys: float, length: int) -> float:

@@ -4,6 +4,7 @@ Trackers are TensorBoard, Weights & Biases, trackio, and others that accelerate 
 """
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -12,13 +13,12 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from tqdm import tqdm
 
 from moh_llm.claims import held_out_scores
-from moh_llm.errors import UserError, printable
+from moh_llm.errors import UserError
 from moh_llm.records.run import LogLine, Timing
-from moh_llm.terminal import console
+from moh_llm.terminal import say
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.losses import StepLosses
 
@@ -68,8 +68,8 @@ def step_line(
     return line
 
 
-# Off a terminal (a batch job's log file) this many seconds pass between two lines.
-_QUIET_SECONDS = 10.0
+_PARTS = 5  # of a run; scores, and steps off a terminal, are shown once in each of them
+_FORMAT = "{n:,} of {total:,} tokens |{bar:10}| {remaining} left  {desc}"
 
 # Numbers of the log's line that are shown, with their short names and formats.
 _SHOWN = {
@@ -87,44 +87,33 @@ _SHOWN = {
 
 
 class ProgressLine:
-    """Shows steps as they end.
+    """Shows steps as they end: by a bar on a terminal, in a few lines elsewhere.
 
     Args:
         done: steps already made.
         total: steps of the run.
+        tokens: of a step.
     """
 
-    def __init__(self, done: int, total: int):
-        self._console = console()
-        self._console.soft_wrap = not self._console.is_terminal  # in a file a line stays one
-        # Step and time left are always whole; of the rate and the numbers, the first ones that fit are shown.
-        rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=10),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
-            TextColumn("{task.fields[state]}", markup=False, table_column=rest),
-            console=self._console,
-            expand=True,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("train", total=total, completed=done, state="")
-        self._first, self._total, self._began, self._shown = done, total, time.monotonic(), float("-inf")
+    def __init__(self, done: int, total: int, tokens: int):
+        self._first, self._total, self._tokens, self._began = done, total, tokens, time.monotonic()
+        self._part = {"scores": -1, "steps": -1}  # of the run in which these were last shown
+        # What follows the time that is left is cut at the terminal's edge.
+        shape = {"total": total * tokens, "initial": done * tokens, "bar_format": _FORMAT, "dynamic_ncols": True}
+        self._bar = tqdm(**shape, leave=False, disable=not sys.stderr.isatty())
 
     def __enter__(self) -> "ProgressLine":
-        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._bar.close()
 
     def step(self, line: LogLine) -> None:
         """Show a line of the log."""
         step = line.step
         if line.dropped is not None:
             self._say(f"step {step} was dropped: {line.dropped}")
-        if line.validation is not None and line.routing is not None:
+        if line.validation is not None and line.routing is not None and self._is_due("scores", step):
             dead = sum(line.routing.dead_heads)
             self._say(f"step {step}: {held_out_scores(line.validation)}{f', {dead} dead heads' if dead else ''}")
         if line.timing is None:
@@ -136,16 +125,19 @@ class ProgressLine:
             f"{short} {numbers[name]:{form}}" for name, (short, form) in _SHOWN.items() if numbers.get(name) is not None
         ]
         state = "  ".join(parts)
-        self._bar.update(self._task, completed=step, state=state)
-        now = time.monotonic()
-        if self._console.is_terminal or (now - self._shown < _QUIET_SECONDS and step < self._total):
-            return
-        self._shown = now
-        left = (now - self._began) / (step - self._first) * (self._total - step)
-        self._say(f"step {step}/{self._total}  {state}  {left:.0f} s left")
+        self._bar.set_description_str(state, refresh=False)
+        self._bar.update(step * self._tokens - self._bar.n)
+        if self._bar.disable and self._is_due("steps", step):
+            left = (time.monotonic() - self._began) / (step - self._first) * (self._total - step)
+            self._say(f"step {step}/{self._total}, {step * self._tokens:,} tokens  {state}  {left:.0f} s left")
+
+    def _is_due(self, what: str, step: int) -> bool:
+        before, self._part[what] = self._part[what], step * _PARTS // self._total
+        return self._part[what] > before
 
     def _say(self, text: str) -> None:
-        self._console.print(printable(text))
+        with tqdm.external_write_mode():
+            say(text)
 
 
 PROJECT = "moh-llm"

@@ -22,6 +22,7 @@ from moh_llm.data.windows import validation_batches
 from moh_llm.devices import name_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_place
+from moh_llm.flops import share_of_keys
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch
 from moh_llm.records.identity import hash_model
@@ -29,7 +30,7 @@ from moh_llm.records.run import LogLine, RunRecord
 from moh_llm.records.seal import SEAL, mark_files
 from moh_llm.terminal import say
 from moh_llm.training import networks
-from moh_llm.training.budget import make_budget, share_of_keys
+from moh_llm.training.budget import make_budget
 from moh_llm.training.checkpoints import CheckpointWriter, checkpoint_folder, load_checkpoint, newest_checkpoint
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import ProgressLine, check_trackers, start_trackers, step_line, track
@@ -147,7 +148,7 @@ class Training:
         self.tokenizer = networks.load_tokenizer(Path(self.config.model))
         rows = networks.embedding_rows(Path(self.config.model))
         with self.accelerator.main_process_first():
-            self.tokens = tokens_for(self.config.data.mixture, self.tokenizer, self.say, rows)
+            self.tokens = tokens_for(self.config.data.mixture, self.tokenizer, rows)
         self.run.check_data(describe_data(self.tokens.sources))
 
     def facts(self) -> dict[str, Any]:
@@ -189,7 +190,9 @@ class Training:
         start_trackers(accelerator, config, self.done)
         self.say(
             f"{nets.counts['trained']:,} of {nets.counts['total']:,} weights are trained on "
-            f"{accelerator.num_processes} x {accelerator.device.type} in {run.record.compute_dtype}; "
+            f"{accelerator.num_processes} x {accelerator.device.type} in {run.record.compute_dtype}"
+        )
+        self.say(
             f"{config.max_steps} steps x {self.of_step()}, "
             f"{accelerator.gradient_accumulation_steps} micro-batches per step"
         )
@@ -222,7 +225,9 @@ class Training:
         steps = range(self.done + 1, config.max_steps + 1)
         ranks = accelerator.process_index, accelerator.num_processes
         batches = self.stream.read_steps(steps, size, *ranks)
-        shown = ProgressLine(self.done, config.max_steps) if accelerator.is_main_process else contextlib.nullcontext()
+        shown = contextlib.nullcontext()
+        if accelerator.is_main_process:
+            shown = ProgressLine(self.done, config.max_steps, config.tokens_per_step)
         with shown as progress, catch_signals() as signals, contextlib.closing(self.checkpoints):
 
             def report(line: LogLine) -> None:
@@ -319,8 +324,6 @@ class Training:
             files.pop(SEAL)  # it covers the card, which is written when the run is finished
             scores = score_saved(config, run.model, accelerator.device, self.held_out, self.reference)
             self.say(f"{run.model}: {held_out_scores(scores)}")
-            tokens = config.max_steps * config.tokens_per_step
-            self.say(f"{config.max_steps} steps, {tokens:,} tokens, {self.seconds:.0f} s of training")
         facts = {"seconds": round(self.seconds, 3), "data_read": receipt}
         if thresholds is not None:
             facts["keys_calibrated"] = round(self._share_of_keys(thresholds.distant_read), 6)

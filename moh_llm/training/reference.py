@@ -168,7 +168,7 @@ def _find_reference(
     added = conversion.vocabulary
     if weights.dense == (added.dense_sha256 if added else base.dense_sha256):
         wider = f" with {added.new_tokens:,} more tokens" if added else ""
-        source = f"{label}{wider}, which the model is with all heads on (its dense weights have the recorded hash)"
+        source = f"{label}{wider}, whose dense weights it has"
         return Reference("base", own=True, source=source)
     if added:
         if given is not None:

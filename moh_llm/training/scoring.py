@@ -12,12 +12,13 @@ import torch
 from accelerate import Accelerator
 
 from moh_llm.devices import float64_device, wide
+from moh_llm.flops import distant_keys, share_of_keys
 from moh_llm.intervals import SUMMED
 from moh_llm.metrics import Batch, Comparison
 from moh_llm.modeling import MoHRouter
 from moh_llm.records.run import Routing, Scores
 from moh_llm.training import networks
-from moh_llm.training.budget import distant_keys, distant_keys_read, share_of_keys
+from moh_llm.training.budget import distant_keys_read
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.losses import IGNORED, heads_on_sum, next_token_targets
 from moh_llm.training.reference import Reference

@@ -18,10 +18,11 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from moh_llm.flops import distant_keys
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.records.tensors import is_routing_weight
-from moh_llm.training.budget import KeyBudget, distant_keys, distant_keys_read
+from moh_llm.training.budget import KeyBudget, distant_keys_read
 from moh_llm.training.config import ObjectiveConfig, TrainConfig
 from moh_llm.training.losses import (
     IGNORED,

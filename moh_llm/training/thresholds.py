@@ -13,9 +13,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from moh_llm.devices import float64_device
+from moh_llm.flops import distant_keys
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
-from moh_llm.training.budget import distant_keys
 
 PASSES = 3  # at most
 _CLOSE = 0.005  # a share of distant keys within half a per cent of the target is what was asked for

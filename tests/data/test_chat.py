@@ -242,17 +242,17 @@ def test_shards_say_which_tokens_count(words, chats, tmp_path):
 def test_another_template_is_another_text(words, chats, tmp_path):
     words.chat_template = CHATML
     tokenize_mixture(load_mixture(chats), TextTokenizer.from_tokenizer(words), tmp_path / "out", workers=1)
-    first = tokens_for(str(chats), words, print).folder
-    assert tokens_for(str(tmp_path / "out"), words, print).sources[0].sha256
+    first = tokens_for(str(chats), words).folder
+    assert tokens_for(str(tmp_path / "out"), words).sources[0].sha256
     words.chat_template = MARKED
     with pytest.raises(UserError, match="were made with another template"):
-        tokens_for(str(tmp_path / "out"), words, print)
+        tokens_for(str(tmp_path / "out"), words)
     with pytest.raises(UserError, match="made with another chat_template"):
         tokenize_mixture(load_mixture(chats), TextTokenizer.from_tokenizer(words), tmp_path / "out", workers=1)
-    assert tokens_for(str(chats), words, print).folder != first
+    assert tokens_for(str(chats), words).folder != first
     words.chat_template = None
     with pytest.raises(UserError, match=r"source a has messages, and tokenizer .* has no chat template"):
-        tokens_for(str(chats), words, print)
+        tokens_for(str(chats), words)
 
 
 @pytest.mark.parametrize("name", ["llama3_2", None])

@@ -139,7 +139,7 @@ def test_the_card_names_a_llamas_conditions(bare: Path) -> None:
     with pytest.raises(UserError, match="org/Llama-3-MoH"):
         build_card(bare, "org/MoH")
     card = build_card(bare, "org/Llama-3-MoH")
-    found = check_card(card)["Licence"]
+    found = check_card(card)["Limits"]
     assert card.index("**Built with Meta Llama 3**") < card.index("## ")
     for words in (
         "(`LICENSE`)",

@@ -434,10 +434,10 @@ PATCHES = (
         (f"{CONVERTED}[value]",),
     ),
     Patch(
-        "a plan is claimed as what prompts read",
-        "moh_llm/hub/templates/card.md",
-        "{% set read = claims.mean_heads_on(analysis.head_load.load) %}",
-        "{% set read = planned %}",
+        "a plan is claimed as what held-out text reads",
+        "moh_llm/hub/card.py",
+        "on[-1] if on else None",
+        "active",
         (f"{CLAIMS}::test_claims_state_what_is_so[local-True]",),
     ),
     Patch(
@@ -462,10 +462,10 @@ PATCHES = (
         (f"{CLAIMS}::test_claims_state_what_is_so[local-True]",),
     ),
     Patch(
-        "a card says that every length was compared with the base",
+        "the keys that were asked for are claimed as read",
         "moh_llm/hub/card.py",
-        "compared_length=_longest_compared(lineage)",
-        "compared_length=config.max_position_embeddings",
+        "keys_read=proof.keys_read",
+        "keys_read=plan.keys_read",
         (f"{CLAIMS}::test_claims_state_what_is_so[value-False]",),
     ),
     Patch(

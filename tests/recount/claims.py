@@ -12,15 +12,14 @@ from typing import Any
 from moh_llm.records.identity import hash_weights
 from recount import conversion, costs, run_record
 from recount.leaves import Near
-from recount.models import CONTEXT, SEQUENCE
 from recount.training import Run
 
 Expected = list[Any] | None  # numbers in the order of the sentence, and words that it has; None: it is not said
 
 HEADS = 8
 # What states no figure of the model: sections, and notes on the table of benchmarks.
-_FIXED = ("How to load", "How to serve", "Citation")
-_NOTES = ("Where all items have the same score", "Chance is what a uniform guess", "Made with MoH-LLM")
+_FIXED = ("How to load and serve",)
+_NOTES = ("In percent; ± is one standard error", "Made with moh_llm", "in brackets 95 % intervals")
 _NUMBER = re.compile(r"(?<![\w.,/-])\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
 
 
@@ -75,49 +74,43 @@ class Facts:
 _PROOF, _SAVED = "conversion.verification", "run.evaluation"
 
 
-def _on(read: float) -> list[Any]:
-    """Numbers of heads, as `5 of 8 heads (62.5%)` has them."""
-    return [read, HEADS, 100 * read / HEADS]
+def _both(expected: Callable[[Facts, str], list[Any]]) -> Callable[[Facts], Expected]:
+    """A row of the table: figures of the converted model and, of a tuned one, of both."""
+    return lambda facts: [number for path in (_PROOF, _SAVED)[: 1 + facts.tuned] for number in expected(facts, path)]
 
 
-def _planned(facts: Facts) -> float:
+def _keys(facts: Facts, path: str) -> list[Any]:
+    if path == _PROOF:
+        return [100 * _value(facts.at(f"{path}.keys_read")), 100 * _value(facts.at("conversion.plan.keys_read"))]
+    learns = "keys_asked" in facts.records["run"]
+    return [100 * _value(value) for value in facts.take("run", "evaluation.keys_read", "keys_asked")] if learns else []
+
+
+def _heads(facts: Facts, path: str) -> list[Any]:
     active = costs.per_layer(facts.records["config"], "num_active_heads")
-    return sum(active) / len(active)
-
-
-def _read(facts: Facts) -> Expected:
-    return _on(conversion.heads_read(facts.found.proof.passes))
-
-
-def _read_in_training(facts: Facts) -> Expected:
+    if path == _PROOF:
+        return [conversion.heads_read(facts.found.proof.passes), sum(active) / len(active)]
     line = [line for line in facts.records["log"] if "routing" in line][-1]
-    return [line["step"], *_on(_value(line["routing"]["heads_read"]))]
+    return [_value(line["routing"]["heads_read"]), sum(active) / len(active)]
 
 
-def _read_on_prompts(facts: Facts) -> Expected:
-    load = facts.at("evaluation.analysis.model.head_load")
-    return [*_on(sum(map(sum, load["load"])) / len(load["load"])), load["tokens"]]
+def _perplexity(facts: Facts, path: str) -> list[Any]:
+    if path == _PROOF:
+        return facts.take(f"{path}.converted", "perplexity", "perplexity_ratio", "ratio_interval")
+    perplexity, reference = facts.take(path, "perplexity", "reference_perplexity")
+    return [perplexity, perplexity / reference, *facts.take(path, "ratio_interval")]
 
 
-def _perplexity_tuned(facts: Facts) -> Expected:
-    perplexity, reference = facts.take(_SAVED, "perplexity", "reference_perplexity")
-    return [perplexity / reference, *facts.take(_SAVED, "ratio_interval"), reference]
+def _figures(path: str) -> str:
+    return f"{path}.converted" if path == _PROOF else path
 
 
-def _same_top1(path: str, tokens: str, documents: str) -> Callable[[Facts], Expected]:
-    def expected(facts: Facts) -> Expected:
-        scores = facts.at(path if path == _SAVED else f"{path}.converted")
-        return [100 * _value(scores["top1_agreement"]), *facts.take(path, tokens, documents)]
-
-    return expected
+def _held_out(facts: Facts, path: str) -> list[Any]:
+    return facts.take(path, *(("held_out_tokens", "held_out_documents") if path == _PROOF else ("tokens", "documents")))
 
 
 def _all_on_at_first(facts: Facts) -> Expected:
     return facts.start or None
-
-
-def _after_training(facts: Facts) -> Expected:
-    return None if facts.dense_kept else [facts.at(f"{_SAVED}.all_heads_kl"), facts.at(f"{_SAVED}.tokens")]
 
 
 def _fitted(facts: Facts) -> Expected:
@@ -130,26 +123,20 @@ def _verdict(facts: Facts) -> Expected:
     average = facts.at("evaluation.average")
     model, base = (average["scores"][label] for label in ("model", "base"))
     recovery, kept = model["recovery"], model["margin_kept"]
-    of_average = [recovery["share"], model["value"], base["value"], *_spread(recovery, 0), average["over"]]
-    of_margin = [kept["share"], kept["model"], kept["base"], *_spread(kept)] if kept["share"] is not None else []
+    of_average = [recovery["share"], model["value"], base["value"], *_spread(recovery), average["over"]]
+    of_margin = [kept["share"], *_spread(kept)] if kept["share"] is not None else []
     over = [kept["over"]] if kept["over"] not in (0, kept["total"]) else []
-    return [*of_average, *of_margin, *over, *kept["at_chance"]]
+    return [*of_average, *of_margin, *over]
 
 
-def _spread(share: dict[str, Any], zero: int | None = None) -> list[Any]:
+def _spread(share: dict[str, Any]) -> list[Any]:
     """The ends of an interval or, where the base is too close to zero for one, by how many standard errors."""
-    if share.get("base_errors") is not None:
-        return [share["base_errors"], *([] if zero is None else [zero])]
-    return list(share["interval"])
+    return [share["base_errors"]] if share.get("base_errors") is not None else list(share["interval"])
 
 
-def _without_spread(facts: Facts) -> Expected:
-    """The benchmarks in which all items have one score."""
-    named = []
-    for row in facts.at("evaluation.benchmarks"):
-        if labels := [label for label, scores in row["scores"].items() if scores["stderr"] == 0]:
-            named.append(f"{row['name']} ({', '.join(labels)})")
-    return [0, *named] if named else None
+def _off(facts: Facts) -> Expected:
+    config = facts.records["config"]
+    return [config["local_sinks"], config["local_window"]] if config["head_fallback"] == "local" else []
 
 
 def _counts_of_items(facts: Facts) -> Expected:
@@ -169,12 +156,12 @@ def _changed(facts: Facts) -> Expected:
     entry = run_record.expected_lineage(facts.found)["entries"][-1]
     same = [entry["began_with"][part] == entry["made"][part] for part in ("dense", "routing")]
     told = " | ".join("kept" if kept else "changed" for kept in same)
-    return [1, entry["tokens"], entry["steps"], entry["seed"], f"| {told} |"]
+    return [2, entry["tokens"], entry["steps"], entry["seed"], f"| {told} |"]
 
 
 def _trained(facts: Facts) -> Expected:
     counts = facts.take("run.parameters", *(f"trained_{kind}" for kind in ("base", "adapters", "routers", "fallbacks")))
-    return [count for count in counts if count]
+    return [*(count for count in counts if count), facts.found.recipe["optimizer"]["learning_rate"]]
 
 
 def _only(tuned: bool, expected: Callable[[Facts], Expected] = lambda facts: []) -> Callable[[Facts], Expected]:
@@ -182,42 +169,37 @@ def _only(tuned: bool, expected: Callable[[Facts], Expected] = lambda facts: [])
 
 
 SAID: dict[str, Callable[[Facts], Expected]] = {
-    "model made from base": lambda facts: [],
-    "| heads on per token, asked for |": lambda facts: _on(_planned(facts)),
-    "| heads on per token, read |": _read,
-    "| heads on per token, read in training |": _only(True, _read_in_training),
-    "| heads on per token, read in benchmarks |": _only(True, _read_on_prompts),
-    "| keys, asked for |": lambda facts: [100 * _value(facts.at("conversion.plan.keys_read")), CONTEXT],
-    "| perplexity, as converted |": lambda facts: facts.take(
-        _PROOF, "converted.perplexity_ratio", "converted.ratio_interval", "base_perplexity"
-    ),
-    "| KL, as converted |": lambda facts: facts.take(f"{_PROOF}.converted", "kl", "kl_interval"),
-    "| same top-1, as converted |": _same_top1(_PROOF, "held_out_tokens", "held_out_documents"),
-    "| perplexity, tuned |": _only(True, _perplexity_tuned),
-    "| KL, tuned |": _only(True, lambda facts: facts.take(_SAVED, "kl", "kl_interval")),
-    "| same top-1, tuned |": _only(True, _same_top1(_SAVED, "tokens", "documents")),
-    "| first tokens of a document |": _all_on_at_first,
+    "made from base": lambda facts: [2025],
+    "| keys read (asked for)": _both(_keys),
+    "| heads on (asked for), of": lambda facts: [HEADS, *_both(_heads)(facts)],
+    "| perplexity |": _both(_perplexity),
+    "| KL to the base |": _both(lambda facts, path: facts.take(_figures(path), "kl", "kl_interval")),
+    "| KL with all heads on |": _only(True, lambda facts: facts.take(_SAVED, "all_heads_kl")),
+    "| same top-1 token, % |": _both(lambda facts, path: [100 * _value(facts.at(f"{_figures(path)}.top1_agreement"))]),
+    "| held-out text |": _both(_held_out),
+    "heads in each of": lambda facts: [HEADS, facts.records["config"]["num_hidden_layers"]],
+    "tokens of a document have all heads on": _all_on_at_first,
+    "A head that is off": _off,
     "This model ": _only(True, _verdict),
     "equalled the base's bit for bit": lambda facts: facts.take(f"{_PROOF}.all_heads_active", "tokens"),
     "did not equal its base": lambda facts: None,
     "Training left the dense weights": _only(True, lambda facts: [] if facts.dense_kept else None),
-    "Training has since changed the dense weights": _only(True, _after_training),
+    "Training has since changed the dense weights": _only(True, lambda facts: None if facts.dense_kept else []),
     "How close the model is to its base": lambda facts: None,
     "training tokens in all": _only(True, lambda facts: [facts.tokens]),
-    "What was done to the weights before": lambda facts: None,
+    "what was done to the weights before": lambda facts: None,
     "No training run is on record": _only(False),
     "The conversion was fitted to": _fitted,
     "The run has not finished": lambda facts: None,
-    "All items have the same score": _only(True, _without_spread),
     "In the last layer with a router": _only(True, _all_on_prompts),
     **dict.fromkeys(("NOT COMPARABLE", "FAILED", "NOT ANALYSED", "CHANGED", "NOT ITS BASE"), lambda facts: None),
     "Left out of the card's model-index": _only(True, _counts_of_items),
     "The faults of its base": lambda facts: [],
     "No training since its conversion": _only(False),
     "No benchmark was run": _only(False),
-    "Its config allows": lambda facts: [1024, max(CONTEXT, SEQUENCE)],
-    "| weights trained |": _only(True, _trained),
-    "| run 1 |": _only(True, _changed),
+    "Its config allows": lambda facts: [1024],
+    "The last run trained": _only(True, _trained),
+    "| 2 | distillation": _only(True, _changed),
 }
 
 

@@ -100,6 +100,7 @@ def _verification(recount: Recount) -> dict[str, Any]:
         "base_perplexity": math.exp(found.means[2]),
         "converted": figures(found),
         "heads_read": Near(heads_read(found.passes), 2e-4),
+        "keys_read": Near(keys_read(recount.config, found.passes), 2e-4),
         "by_position": _by_position(found),
     }
 
@@ -122,6 +123,17 @@ def heads_read(passes: list[network.Pass]) -> float:
     """Heads that a token has on, mean over layers."""
     loads = network.head_load(passes)
     return sum(map(sum, loads)) / len(loads)
+
+
+def keys_read(config: dict[str, Any], passes: list[network.Pass]) -> float:
+    """Share of the keys of a sequence whose distant keys are read as often as those of these documents."""
+    read = total = 0.0
+    for one in passes:
+        on, off = costs.keys_of(config, len(one.logits))
+        shares = torch.stack(one.gates).double().mean((0, 2)).numpy()
+        read, total = read + (shares * (on - off)).sum(), total + (on - off).sum()
+    on, off = costs.keys_of(config, CONTEXT)
+    return float((off.sum() + read / total * (on - off).sum()) / on.sum())
 
 
 @torch.no_grad()

@@ -33,4 +33,4 @@ def test_a_tuned_model_that_is_converted_again_keeps_its_training(recount_of, tm
     tokens = STEPS * model.recipe["data"]["batch_size"] * SEQUENCE
     assert f"{tokens:,} training tokens in all" in card
     assert "No training since its conversion" in card and "How close the model is to its base is not on record" in card
-    assert "What was done to the weights before" not in card and "No training run is on record" not in card
+    assert "what was done to the weights before" not in card and "No training run is on record" not in card

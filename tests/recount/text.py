@@ -14,7 +14,7 @@ Row = list[tuple[int, np.ndarray]]  # of each document in a row of a batch: its 
 
 def read_sources(mixture: Path, tokenizer: Path) -> list[TokenizedSource]:
     """The sources of a mixture file, as tokens."""
-    return tokens_for(str(mixture), AutoTokenizer.from_pretrained(tokenizer), lambda line: None).sources
+    return tokens_for(str(mixture), AutoTokenizer.from_pretrained(tokenizer)).sources
 
 
 def rows_of(batches: Iterable[dict[str, torch.Tensor]]) -> list[Row]:

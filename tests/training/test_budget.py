@@ -11,9 +11,10 @@ from trained import read_log, unfinish
 from transformers import Trainer, TrainingArguments
 from ways import DDP, ROOT
 
+from moh_llm.flops import distant_keys
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.balance import HeadBalanceMixin
-from moh_llm.training.budget import CORRECTION, MEMORY, KeyBudget, distant_keys, distant_keys_read, planned_share
+from moh_llm.training.budget import CORRECTION, MEMORY, KeyBudget, distant_keys_read, planned_share
 from moh_llm.training.loop import train
 from moh_llm.training.parallel import make_accelerator
 from moh_llm.training.step import TrainingStep, accumulate_gradients

@@ -39,7 +39,7 @@ def configure_experts(configure, mixtral_folder: Path, made_once, convert):
 
 def losses_and_gradients(config) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor]:
     """Of a step with all heads on, and its tokens `[8, L]`."""
-    sources = tokens_for(config.data.mixture, networks.load_tokenizer(config.model), print).sources
+    sources = tokens_for(config.data.mixture, networks.load_tokenizer(config.model)).sources
     batch = SequenceStream(sources, config.data.sequence_length, 0).batch(0, 8)
     model = networks.make_student(config).train()
     model.set_active_heads(model.config.num_attention_heads)

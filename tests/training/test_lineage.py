@@ -54,7 +54,7 @@ def truth(tune: Any, run: Path, base: Path, all_heads: bool = False) -> Any:
     """The saved model against the dense checkpoint, which transformers' own LLaMA computes, on the run's text."""
     model = run / "model"
     config = load_config(tune.recipe, ["--model", str(model), "--output-dir", str(run)])
-    sources = tokens_for(config.data.mixture, networks.load_tokenizer(model), print).sources
+    sources = tokens_for(config.data.mixture, networks.load_tokenizer(model)).sources
     batches = validation_batches(sources, 32, 512, 2)
     dense = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     tuned = MoHLlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -103,7 +103,7 @@ def test_a_second_run_is_against_the_original_base(place: Path, tune: Any, metho
     assert entries[0]["made"]["dense"] == entries[0]["dense_sha256"] != entries[1]["made"]["dense"]
     assert (entries[1]["made"]["dense"] == entries[2]["made"]["dense"]) == ("freeze_base" in method)
     assert str(place) not in (two / "model" / "lineage.json").read_text() and entries_of(one) == entries[:2]
-    assert "1,024 training tokens in all." in check_card(card_of(two))["Lineage"]
+    assert "1,024 training tokens in all:" in check_card(card_of(two))["How it was made"]
 
 
 def test_weights_that_were_changed_between_runs_are_told(place: Path, tune: Any) -> None:
@@ -111,9 +111,9 @@ def test_weights_that_were_changed_between_runs_are_told(place: Path, tune: Any)
     weights = load_file(one / "model" / "model.safetensors")
     save_file(weights | {"model.norm.weight": weights["model.norm.weight"] + 1}, one / "model" / "model.safetensors")
     tune(one / "model", two, "--max_steps", "1", "--objective.kind", "cross_entropy")
-    lineage = check_card(card_of(two))["Lineage"]
-    assert "| run 2 | cross-entropy on the text | 128 | 1 | `tiny` | 0 | changed | changed |" in lineage
-    assert "**What was done to the weights before run 2 is not on record in full.**" in lineage
+    lineage = check_card(card_of(two))["How it was made"]
+    assert "| 3 | cross-entropy on the text | 128 | 1 | `tiny` | 0 | changed | changed |" in lineage
+    assert "; **what was done to the weights before entry 3 is not on record in full**" in lineage
 
 
 @pytest.mark.slow
@@ -126,8 +126,7 @@ def test_without_its_base_a_run_is_against_what_it_began_with_and_says_so(place:
     wanted = truth(tune, two, one_with_all_heads(one, place / "twin"))
     assert record["evaluation"]["reference"] == "start" and "base" not in log
     assert record["evaluation"]["kl"] == pytest.approx(wanted.kl, rel=1e-4)
-    sections = check_card(card_of(two))
-    assert "base" not in sections["Training"]
+    assert "is compared with the model it began with" in check_card(card_of(two))["What it keeps"]
     assert main(["report", str(two)]) == 0
     page = (two / "report.md").read_text()
     assert "model it began with, all heads on" in page and not re.search(r"the base\b|base's", page)

@@ -31,7 +31,7 @@ def test_a_line_holds_every_part_of_the_loss(configure) -> None:
 
 
 def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
-    with ProgressLine(3, 10) as progress:
+    with ProgressLine(3, 10, 128) as progress:
         progress.step(a_line(configure))
         routing = Routing(load=[[0.5], [], [1.0]], dead_heads=[1, 0, 2])
         progress.step(LogLine(step=5, validation=Scores(tokens=9, documents=2, perplexity=2.0), routing=routing))
@@ -39,10 +39,10 @@ def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
         dropped.dropped = "the loss is not finite"
         progress.step(dropped)
     said = capsys.readouterr().out
-    for part in ("loss 1.0800", "heads on 1.75", "step 4/10  ", "s left", "3 dead heads"):
+    for part in ("loss 1.0800", "heads on 1.75", "step 4/10, 512 tokens  ", "s left", "3 dead heads"):
         assert part in said, part
     assert "step 4 was dropped: the loss is not finite" in said
-    assert "perplexity 2.000" in said
+    assert "perplexity 2.00" in said
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:

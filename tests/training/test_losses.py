@@ -32,7 +32,7 @@ def test_balance_loss_is_the_models_own_block_by_block(paper_folder, plan) -> No
 
 
 def student_and_batch(config, blocks: int):
-    sources = tokens_for(config.data.mixture, networks.load_tokenizer(config.model), print).sources
+    sources = tokens_for(config.data.mixture, networks.load_tokenizer(config.model)).sources
     return networks.make_student(config).train(), SequenceStream(sources, config.data.sequence_length, 0).batch(
         0, blocks
     )
