@@ -28,6 +28,7 @@ COMMANDS = {
     "report": "write the page of a training run, finished or not: curves and tables",
     "data": "fetch the benchmarks of a suite, to evaluate without a network",
     "evaluate": "score a model and its base on benchmarks and write a report",
+    "inspect": "draw which heads of a model are on for the tokens of a text",
     "serve": "serve a model with transformers' OpenAI-compatible server",
     "publish": "check a model, prove that it loads anywhere, and upload it with its card",
 }

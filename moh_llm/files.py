@@ -23,13 +23,15 @@ _CACHED = re.compile(r"(models|datasets|spaces)--.")  # folders of a Hub cache
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` atomically: to a temporary file beside it, which is then renamed.
+    """`write_bytes` of ``text``; surrogates, for bytes of names that are not UTF-8, become escapes, ``\\udcNN``."""
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
-    Surrogates, which stand for bytes of names that are not UTF-8, are written as escapes, ``\\udcNN``.
-    """
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path`` atomically: to a temporary file beside it, which is then renamed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        temporary.write_bytes(content)
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -23,8 +23,13 @@ Given = tuple[str, str, Any]  # where a value is from, for errors; the option's 
 
 
 def recipe_values(path: str | Path) -> list[Given]:
-    """The values of a YAML recipe. Raises UserError when it cannot be read or is no map."""
+    """The values of a YAML recipe. Raises UserError when it cannot be read or is no map.
+
+    Where there is no such file, a recipe of that name that comes with this package is read.
+    """
     place = expand_home(path)
+    if not Path(place).exists():
+        place = str(shipped_files().get(place, place))
     try:
         content = read_yaml(Path(place), words=True)
     except UserError as error:
@@ -32,6 +37,14 @@ def recipe_values(path: str | Path) -> list[Given]:
     if not isinstance(content, dict | None):
         raise UserError(f"recipe {place} must hold `option: value` lines, not a {type(content).__name__}")
     return [(f"recipe {place}", name, value) for name, value in (content or {}).items()]
+
+
+def shipped_files() -> dict[str, Path]:
+    """Recipes and mixtures by name, their path below the folder that holds both: the package's, or the checkout's."""
+    package = Path(__file__).parent
+    root = package if (package / "recipes").is_dir() else package.parent  # a wheel holds copies (setup.py)
+    found = [path for folder in ("recipes", "data_mixtures") for path in sorted((root / folder).rglob("*"))]
+    return {path.relative_to(root).as_posix(): path for path in found if path.is_file()}
 
 
 def keyword_options(kind: type[_Config], where: str, **given: Any) -> _Config:

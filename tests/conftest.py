@@ -186,8 +186,8 @@ def read_tensors() -> Callable[[Path], dict[str, torch.Tensor]]:
 def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Charts are drawn but not rendered, which is most of a report's time: each is an empty SVG."""
 
-    def save(self: object, target: io.StringIO, **_: object) -> None:
-        target.write('<svg viewBox="0 0 1 1"></svg>')
+    def save(self: object, target: io.BytesIO, **_: object) -> None:
+        target.write(b'<svg viewBox="0 0 1 1"></svg>')
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", save)
 

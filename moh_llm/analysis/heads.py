@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moh_llm.attention import interval_attention
@@ -189,46 +188,3 @@ def heads_on(
         for handle in handles:
             handle.remove()
     return torch.stack(found, dim=1)
-
-
-@dataclass(frozen=True)
-class AttentionMaps:
-    """Attention of one layer to a text of T tokens."""
-
-    tokens: list[str]
-    """The tokens, each decoded alone."""
-    layer: int
-    weights: torch.Tensor
-    """Weight of each query for each key, `[H, T, T]` in float32, also where a query has the head off."""
-    on: torch.Tensor
-    """Whether a token has a head on, `[H, T]`."""
-
-
-def attention_maps(
-    model: MoHLlamaPreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, layer: int
-) -> AttentionMaps:
-    """The softmax of queries and keys of one layer (the weights of H_i in Eq. 1), and the heads that tokens have on.
-
-    The layers before it run as the model does, with heads off.
-
-    Args:
-        model: a MoH model in evaluation mode.
-        tokenizer: its tokenizer; its special tokens are added, and shown.
-        text: read in one pass, which takes H T^2 weights of memory per layer.
-        layer: number of the layer, from 0.
-
-    Raises:
-        UserError: there is no such layer, or the text has no tokens.
-    """
-    if not 0 <= layer < model.config.num_hidden_layers:
-        raise UserError(f"layer {layer}: the model has layers 0 to {model.config.num_hidden_layers - 1}")
-    ids = torch.tensor([tokenizer(text)["input_ids"]], dtype=torch.int64)
-    found: list[torch.Tensor] = []
-
-    def take(seen: LayerPass) -> None:
-        if seen.layer == layer:
-            found.extend((seen.patterns[0].float().cpu(), seen.on[0].T.cpu()))
-
-    with attention_patterns(model):
-        watch(model, [{"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}], take)
-    return AttentionMaps([tokenizer.decode([token]) for token in ids[0].tolist()], layer, *found)

@@ -13,9 +13,9 @@ import os
 import shutil
 from pathlib import Path
 
-import moh_llm
 from moh_llm.errors import UserError
 from moh_llm.flags import as_path
+from moh_llm.recipe import shipped_files
 from moh_llm.terminal import say
 
 
@@ -48,14 +48,6 @@ def run(args: argparse.Namespace) -> int:
     for name, path in files.items():
         say(f"{name:{width}}  {summary(path)}")
     return 0
-
-
-def shipped_files() -> dict[str, Path]:
-    """Recipes and mixtures by name, their path below the folder that holds both: the package's, or the checkout's."""
-    package = Path(moh_llm.__file__).parent
-    root = package if (package / "recipes").is_dir() else package.parent  # a wheel holds copies (setup.py)
-    found = [path for folder in ("recipes", "data_mixtures") for path in sorted((root / folder).rglob("*"))]
-    return {path.relative_to(root).as_posix(): path for path in found if path.is_file()}
 
 
 def summary(path: Path) -> str:

@@ -4,13 +4,14 @@
     page = f"<figure>{chart.svg}</figure>"
 
 A chart holds the numbers that it shows; ``svg`` draws it. The page's style sheet sets the colours, so that a chart
-follows the reader's light or dark theme: matplotlib draws in placeholder colours, which become CSS variables.
+follows the reader's light or dark theme: the colours that matplotlib draws in become CSS variables; ``png`` keeps them.
 """
 
 import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup
 
@@ -29,9 +30,9 @@ Points = Sequence[tuple[float, float]]
 Interval = tuple[float, float | None, float | None]
 """A value and the ends of an interval around it, if they are known."""
 
-INK, FAINT = "#0a0b01", "#0a0b02"
-# Colours that colour-blind readers tell apart.
-SERIES = tuple(f"#0a0c{number:02x}" for number in range(1, 8))
+# Those of the style sheet's light theme. Colour-blind readers tell the series apart.
+INK, FAINT = "#1b1f24", "#8b949e"
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07900", "#3a9bdc", "#010101")
 _VARIABLES = {INK: "--ink", FAINT: "--faint"} | {colour: f"--series-{n}" for n, colour in enumerate(SERIES, start=1)}
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _WIDTH = 4.6  # inches; the page scales charts to their column
@@ -83,16 +84,25 @@ class Chart:
     def _draw(self, figure: Figure, axes: Axes) -> None:
         raise NotImplementedError
 
-    @property
-    def svg(self) -> Markup:
-        """The picture to stand in a page: no prolog, no fixed size, colours by name, ids that no other chart has."""
-        written = io.StringIO()
+    def _save(self, title: str, **options: Any) -> bytes:
+        written = io.BytesIO()
         # The salt makes ids repeat, so that pages can be compared.
         with matplotlib.style.context(["default", _STYLE | {"svg.hashsalt": self.name}]):
             figure = Figure(figsize=(_WIDTH, 2.9), layout="constrained")
             self._draw(figure, figure.subplots())
-            figure.savefig(written, format="svg")
-        text = written.getvalue()
+            figure.suptitle(title)
+            figure.savefig(written, **options)
+        return written.getvalue()
+
+    @property
+    def png(self) -> bytes:
+        """The picture on white, with its title."""
+        return self._save(_label(self.title, 60), format="png", dpi=160, facecolor="white")
+
+    @property
+    def svg(self) -> Markup:
+        """The picture to stand in a page: no prolog, no fixed size, colours by name, ids that no other chart has."""
+        text = self._save("", format="svg").decode()
         text = text[text.index("<svg") :]
         for colour, variable in _VARIABLES.items():
             text = text.replace(colour, f"var({variable})")
@@ -173,12 +183,15 @@ class IntervalChart(Chart):
 class HeatMap(Chart):
     """Values from 0 to 1 as colours, in ``unit``, the first row above; rows may differ in length.
 
-    ``axes_titles``: of x and y.
+    Attributes:
+        axes_titles: of x and y.
+        width: what a column counts for on the x axis.
     """
 
     rows: Sequence[Sequence[float]]
     axes_titles: tuple[str, str]
     unit: str
+    width: int = 1
 
     def _draw(self, figure: Figure, axes: Axes) -> None:
         figure.set_size_inches(_WIDTH, min(7.0, 1.2 + max(0.16 * len(self.rows), 1.0)))
@@ -187,9 +200,9 @@ class HeatMap(Chart):
         colours = colormaps["cividis"].resampled(20)
         mesh = axes.pcolormesh(full, cmap=colours, vmin=0, vmax=1, edgecolors="face", linewidth=0.2)
         figure.colorbar(mesh, ax=axes, label=self.unit, location="bottom", aspect=40, shrink=0.8)
-        for axis, count in ((axes.xaxis, columns), (axes.yaxis, len(self.rows))):
-            shown = range(0, count, -(-count // 32))
-            axis.set_ticks([place + 0.5 for place in shown], list(map(str, shown)))
+        for axis, count, width in ((axes.xaxis, columns, self.width), (axes.yaxis, len(self.rows), 1)):
+            shown = range(0, count, -(-count // 16))
+            axis.set_ticks([place + 0.5 for place in shown], [str(place * width) for place in shown])
             axis.set_tick_params(length=0)
         axes.set(xlabel=self.axes_titles[0], ylabel=self.axes_titles[1])
         axes.invert_yaxis()

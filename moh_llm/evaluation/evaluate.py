@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from moh_llm.devices import empty_cache
 from moh_llm.errors import UserError
 from moh_llm.evaluation.config import EvaluationConfig
-from moh_llm.evaluation.models import check_model, has_heads_off, label_models
+from moh_llm.evaluation.models import check_model, has_heads_off, label_models, load_moh
 from moh_llm.evaluation.processes import Finished, connect, disconnect
 from moh_llm.evaluation.record import build_record, write_samples
 from moh_llm.evaluation.report import write_report
@@ -227,15 +227,7 @@ def _text(task: "ConfigurableTask", requests: "list[Instance]") -> str:
 
 
 def _analyse(model: str, texts: dict[str, list[str]], device: str, dtype: str) -> dict[str, Any]:
-    from transformers import AutoTokenizer
-
     from moh_llm.analysis.record import analyse
-    from moh_llm.modeling import MoHLlamaForCausalLM
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        loading = {"dtype": dtype, "use_safetensors": True, "return_dict": True}
-        network = MoHLlamaForCausalLM.from_pretrained(model, **loading).to(device)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"{model} cannot be loaded: {one_line(error)}") from error
+    network, tokenizer = load_moh(model, dtype, device)
     return analyse(network, tokenizer, texts)

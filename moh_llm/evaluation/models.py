@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moh_llm.errors import UserError, reason
 from moh_llm.reading import read_json
@@ -10,6 +10,12 @@ from moh_llm.records.conversion import read_conversion
 from moh_llm.records.identity import FolderRecords
 from moh_llm.records.model import CONFIG, TOKENIZERS, may_be_hub_id, read_config, read_weight_map
 from moh_llm.records.seal import read_seal
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from moh_llm.modeling import MoHLlamaForCausalLM
 
 # Records that other commands write beside the weights.
 RECORDS = ("conversion.json", "lineage.json", "run.json")
@@ -111,6 +117,22 @@ def has_heads_off(model: str) -> bool:
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     return isinstance(config, MoHLlamaConfig) and min(config.active_heads_per_layer) < config.num_attention_heads
+
+
+def load_moh(
+    model: str, dtype: "str | torch.dtype", device: "str | torch.device"
+) -> tuple["MoHLlamaForCausalLM", "PreTrainedTokenizerBase"]:
+    """An MoH model, in evaluation mode, and its tokenizer. Raises UserError where they cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    from moh_llm.modeling import MoHLlamaForCausalLM
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        network = MoHLlamaForCausalLM.from_pretrained(model, dtype=dtype, use_safetensors=True, return_dict=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"{model} cannot be loaded: {reason(error)}") from error
+    return network.to(device), tokenizer
 
 
 def describe_model(model: str, records: FolderRecords | None) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from moh_llm.analysis.heads import (
-    attention_maps,
     attention_patterns,
     last_routed_layer,
     watch,
@@ -56,17 +55,13 @@ def test_maps_are_the_weights_of_the_loops(make_moh, recompute, tokenizer, plan,
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     batch = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}
     wanted = recompute(model, [batch])[layer]
-    found = attention_maps(model, tokenizer, TEXT, layer)
-    assert "".join(found.tokens).endswith(TEXT) and found.layer == layer
-    assert found.on.T.tolist() == (np.asarray(wanted.gates) != 0).tolist()
+    seen = []
+    with attention_patterns(model):
+        watch(model, [batch], seen.append)
+    found = seen[layer]
+    assert found.layer == layer and found.on[0].tolist() == (np.asarray(wanted.gates) != 0).tolist()
     for query, weights in enumerate(wanted.patterns):  # [H, keys up to the query, or all]
-        own = found.weights[:, query].numpy()
+        own = found.patterns[0, :, query].numpy()
         np.testing.assert_allclose(own[:, : query + 1], np.asarray(weights)[:, : query + 1], atol=1e-6)
         assert not own[:, query + 1 :].any()
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_layer_that_is_not_there(make_moh, tokenizer) -> None:
-    model = make_moh(vocab_size=257, num_shared_heads=1, num_active_heads=2)
-    with pytest.raises(UserError, match="layer 2: the model has layers 0 to 1"):
-        attention_maps(model, tokenizer, TEXT, 2)
