@@ -14,6 +14,7 @@ from moh_llm.terminal import say
 
 if TYPE_CHECKING:
     from moh_llm.records.run import RunRecord
+    from moh_llm.training.config import TrainConfig
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -36,19 +37,17 @@ def run(args: argparse.Namespace) -> int:
     config = read_options(TrainConfig, [*recipe_values(args.recipe), *args.given])
     record = moh_llm.train(config, overwrite=args.overwrite)
     if record.status == "finished" and os.environ.get("RANK", "0") == "0":
-        print_next(Path(config.output_dir), record)
+        print_next(config, record)
     return 0
 
 
-def print_next(run: Path, record: "RunRecord") -> None:
+def print_next(config: "TrainConfig", record: "RunRecord") -> None:
     """Print what a finished run read, and the command that scores its model."""
     from moh_llm.records.conversion import read_conversion
 
+    run, (size, unit) = Path(config.output_dir), config.step_size
     conversion = read_conversion(run / "model")
-    base = f" --base {shlex.quote(conversion.base.name)}" if conversion else ""
-    tokens = sum(part["tokens"] for part in (record.data_read or {}).values())
-    say(
-        f"trained on {tokens:,} tokens in {record.seconds or 0:.0f} s",
-        f"next: moh-llm evaluate {shlex.quote(str(run / 'model'))}{base} --suite smoke --output-dir "
-        f"{shlex.quote(str(run / 'report'))}",
-    )
+    words = ["moh-llm", "evaluate", str(run / "model"), *(["--base", conversion.base.name] if conversion else [])]
+    words += ["--data-dir", config.images.held_out or config.images.train] if config.images else ["--suite", "smoke"]
+    say(f"trained on {config.max_steps * size:,} {unit} in {record.seconds or 0:.0f} s")
+    say(f"next: {shlex.join([*words, '--output-dir', str(run / 'report')])}")

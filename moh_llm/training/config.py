@@ -280,6 +280,11 @@ class TrainConfig:
         """Tokens that one optimizer step reads."""
         return self.data.batch_size * self.data.sequence_length
 
+    @property
+    def step_size(self) -> tuple[int, str]:
+        """How much one optimizer step reads, and of what: tokens or images."""
+        return (self.data.batch_size, "images") if self.images else (self.tokens_per_step, "tokens")
+
 
 # Options and groups that a resumed run may change. `model`, `base` and the mixture are places: the record has hashes of
 # what they name, and those are compared.

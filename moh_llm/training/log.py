@@ -63,13 +63,13 @@ def step_line(
         **({} if config.images else {"tokens": step * config.tokens_per_step}),
         heads_read=round(losses.heads_read, 6),
     )
-    unit, count = ("images", config.data.batch_size) if config.images else ("tokens", config.tokens_per_step)
+    count, unit = config.step_size
     line.timing = Timing(seconds=round(seconds, 4), **{f"{unit}_per_second": round(count / seconds, 1)})
     return line
 
 
 _PARTS = 5  # of a run; scores, and steps off a terminal, are shown once in each of them
-_FORMAT = "{n:,} of {total:,} tokens |{bar:10}| {remaining} left  {desc}"
+_FORMAT = "{n:,} of {total:,} {unit} |{bar:10}| {remaining} left  {desc}"
 
 # Numbers of the log's line that are shown, with their short names and formats.
 _SHOWN = {
@@ -92,15 +92,15 @@ class ProgressLine:
     Args:
         done: steps already made.
         total: steps of the run.
-        tokens: of a step.
+        size, unit: how much a step reads, and of what.
     """
 
-    def __init__(self, done: int, total: int, tokens: int):
-        self._first, self._total, self._tokens, self._began = done, total, tokens, time.monotonic()
+    def __init__(self, done: int, total: int, size: int, unit: str):
+        self._first, self._total, self._size, self._unit, self._began = done, total, size, unit, time.monotonic()
         self._part = {"scores": -1, "steps": -1}  # of the run in which these were last shown
         # What follows the time that is left is cut at the terminal's edge.
-        shape = {"total": total * tokens, "initial": done * tokens, "bar_format": _FORMAT, "dynamic_ncols": True}
-        self._bar = tqdm(**shape, leave=False, disable=not sys.stderr.isatty())
+        shape = {"total": total * size, "initial": done * size, "unit": unit, "bar_format": _FORMAT}
+        self._bar = tqdm(**shape, dynamic_ncols=True, leave=False, disable=not sys.stderr.isatty())
 
     def __enter__(self) -> "ProgressLine":
         return self
@@ -126,10 +126,10 @@ class ProgressLine:
         ]
         state = "  ".join(parts)
         self._bar.set_description_str(state, refresh=False)
-        self._bar.update(step * self._tokens - self._bar.n)
+        self._bar.update(step * self._size - self._bar.n)
         if self._bar.disable and self._is_due("steps", step):
             left = (time.monotonic() - self._began) / (step - self._first) * (self._total - step)
-            self._say(f"step {step}/{self._total}, {step * self._tokens:,} tokens  {state}  {left:.0f} s left")
+            self._say(f"step {step}/{self._total}, {step * self._size:,} {self._unit}  {state}  {left:.0f} s left")
 
     def _is_due(self, what: str, step: int) -> bool:
         before, self._part[what] = self._part[what], step * _PARTS // self._total

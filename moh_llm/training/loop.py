@@ -227,7 +227,7 @@ class Training:
         batches = self.stream.read_steps(steps, size, *ranks)
         shown = contextlib.nullcontext()
         if accelerator.is_main_process:
-            shown = ProgressLine(self.done, config.max_steps, config.tokens_per_step)
+            shown = ProgressLine(self.done, config.max_steps, *config.step_size)
         with shown as progress, catch_signals() as signals, contextlib.closing(self.checkpoints):
 
             def report(line: LogLine) -> None:

@@ -31,7 +31,7 @@ def test_a_line_holds_every_part_of_the_loss(configure) -> None:
 
 
 def test_progress_shows_what_the_line_holds(configure, capsys) -> None:
-    with ProgressLine(3, 10, 128) as progress:
+    with ProgressLine(3, 10, 128, "tokens") as progress:
         progress.step(a_line(configure))
         routing = Routing(load=[[0.5], [], [1.0]], dead_heads=[1, 0, 2])
         progress.step(LogLine(step=5, validation=Scores(tokens=9, documents=2, perplexity=2.0), routing=routing))
