@@ -15,7 +15,7 @@ from moh_llm.data.sample import sample_mixture
 from moh_llm.data.windows import validation_batches
 from moh_llm.devices import choose_device, compute_dtype
 from moh_llm.files import write_text
-from moh_llm.intervals import show_documents, show_figure
+from moh_llm.intervals import show_documents, show_figure, show_number
 from moh_llm.quickstart.smollm2 import make_smollm2
 from moh_llm.records.conversion import CONVERSION, Conversion
 from moh_llm.records.run import RunRecord
@@ -85,6 +85,8 @@ def quickstart(output: Path, base: str | None, command: Callable[[list[str]], in
 
     run("evaluate", str(recovery / "model"), "--base", base, "--suite", "smoke", "--output-dir", str(report))
 
+    run("inspect", str(recovery / "model"), "--output", str(output / "heads.html"))
+
     print_continuations(base, recovery / "model", context)
     print_table(Conversion.read(moh / CONVERSION), RunRecord.read(recovery / "run.json"))
     say(f"tuned on {STEPS * BATCH * context:,} tokens; {time.perf_counter() - started:.0f} s in all")
@@ -98,14 +100,17 @@ def print_table(converted: Conversion, tuned: RunRecord) -> None:
     documents = show_documents(proof.held_out_documents)
     table = Table(title=f"{proof.held_out_tokens} held-out tokens of {documents}, sequences of {plan.context} tokens")
     table.add_column("model")
-    for column in ("keys read", "perplexity", "x base (95 %)", "KL to base (95 %)"):
+    for column in (f"keys read, {plan.keys_read:.0%} asked", "perplexity", "x base (95 %)", "KL to base (95 %)"):
         table.add_column(column, justify="right")
     table.add_row("base", "100 %", f"{proof.base_perplexity:.2f}", "1.000", "0")
-    rows = {"converted": (proof.converted, proof.converted.perplexity_ratio), "tuned": (scores, scores.ratio)}
-    for name, (found, ratio) in rows.items():
+    rows = {
+        "converted": (proof.converted, proof.converted.perplexity_ratio, proof.keys_read),
+        "tuned": (scores, scores.ratio, scores.keys_read),
+    }
+    for name, (found, ratio, keys) in rows.items():
         table.add_row(
             name,
-            f"{100 * plan.keys_read:.0f} %",
+            show_number(keys, ".0f", 100) + " %",
             f"{found.perplexity:.2f}",
             show_figure(ratio, found.ratio_interval, ".3f", "\n"),
             show_figure(found.kl, found.kl_interval, ".4f", "\n"),

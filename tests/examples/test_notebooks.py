@@ -33,12 +33,13 @@ def test_they_run_on_a_tiny_base(make_llama, tmp_path, monkeypatch) -> None:
     (tmp_path / "work").mkdir()
 
     converted, recovered, used = (texts(execute(name, tmp_path / "work")) for name in EXECUTED)
-    assert "equals the base's: True" in converted[2] and "perplexity x " in converted[2]
+    assert "equals the base's: True" in converted[3] and "perplexity x " in converted[3]
+    assert "keys read: " in converted[4] and converted[5].count("keys read: ") == 3
     assert converted[-1] == "True\n"  # with all heads on the logits are the base's
     assert [line.split()[0] for line in recovered[-1].splitlines()[1:]] == ["converted", "tuned"]
-    generated, again = used[1], used[3]
+    generated, again = used[2], used[4]
     assert generated.startswith("The river rises in the mountains and") and generated.strip("\n") in again
-    assert "the pipeline's reply: True" in used[5]
+    assert "the pipeline's reply: True" in used[6]
 
 
 @pytest.mark.parametrize("name", EXECUTED)

@@ -39,7 +39,11 @@ def test_whole_path_on_a_tiny_base(make_llama, tmp_path, capsys, one_thread):
         assert all(shown in said for shown in (f"{found.perplexity:.2f}", f"({low:.4f} to", f"{high:.4f})"))
     assert "base goes on:" in said and "tuned goes on:" in said
     assert (output / "report" / "report.html").resolve().as_uri() in said
-    assert (output / "report" / "report.html").exists() and (output / "recovery" / "model" / "config.json").exists()
+    assert (
+        (output / "heads.html").exists()
+        and (output / "report" / "report.html").exists()
+        and (output / "recovery" / "model" / "config.json").exists()
+    )
 
     check_full_card(output)
 
