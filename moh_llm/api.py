@@ -50,7 +50,7 @@ def convert(base: PathLike, output_dir: PathLike, **options: Any) -> "Conversion
 
     config = keyword_options(ConversionConfig, "convert", base=base, output_dir=output_dir, **options)
     if holds_image_model(config.base):
-        from moh_llm.vision.convert import convert_images
+        from moh_llm.conversion.images import convert_images
 
         return convert_images(config)
     record = convert_checkpoint(config)
@@ -75,7 +75,7 @@ def to_dense(model: PathLike, output_dir: PathLike, *, overwrite: bool = False) 
     from moh_llm.reading import expand_home
 
     if holds_image_model(name := expand_home(model)):
-        from moh_llm.vision.convert import open_image_base as open_base
+        from moh_llm.conversion.images import open_image_base as open_base
     restore_dense(open_base(name), Path(expand_home(output_dir)), overwrite)
 
 

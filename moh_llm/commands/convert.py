@@ -53,7 +53,7 @@ def restore(config: "ConversionConfig") -> None:
 def print_conversion(record: "Conversion", output: Path) -> None:
     """Print what the model reads, and how close it is to its base: at most 15 lines of a terminal of 80 columns."""
     if record.images:
-        from moh_llm.vision.convert import describe
+        from moh_llm.conversion.images import describe
 
         say(*describe(record, output), f"{record.seconds:.1f} s on {record.device}; written to {output}")
         return

@@ -177,11 +177,8 @@ def _backward(
     attention = layer.layers[0].self_attn
     seen: dict[str, list[torch.Tensor]] = {}
     local: list[LocalSample] = []
-    with (
-        recording(attention, attention.v_proj, attention.o_proj, seen),
-        _recording_local(attention, local, sight),
-        safe_open(file, framework="pt", device=str(base.device)) as stored,
-    ):
+    recorded = recording(attention, attention.v_proj, attention.o_proj, seen, local, sight)
+    with recorded, safe_open(file, framework="pt", device=str(base.device)) as stored:
         for i, position_ids in enumerate(positions):
             states = stored.get_tensor(str(i)).clone().requires_grad_(True)
             with torch.enable_grad():
@@ -194,14 +191,9 @@ def _backward(
 def join_sample(
     seen: dict[str, list[torch.Tensor]], out: nn.Linear, heads: int, order: torch.Tensor, fitted: int, **more: Any
 ) -> LayerSample:
-    """The sample of what `recording` saw, which is removed from `seen`.
+    """The sample of what `recording` saw of an attention with these heads, which is removed from `seen`.
 
-    Args:
-        seen: rows of inputs, head outputs, values and gradients by these names, in several parts.
-        out: the output projection.
-        heads: number of heads; there may be fewer values.
-        order: the rows to take; those after the first `fitted` are held out.
-        more: other fields of `LayerSample`.
+    `out` is the output projection. `order` has the rows to take, and those after the first `fitted` are held out.
     """
 
     def by_head(name: str) -> torch.Tensor:
@@ -223,11 +215,16 @@ def join_sample(
 
 @contextmanager
 def recording(
-    attention: nn.Module, value: nn.Module, out: nn.Module, seen: dict[str, list[torch.Tensor]]
+    attention: nn.Module,
+    value: nn.Module,
+    out: nn.Module,
+    seen: dict[str, list[torch.Tensor]],
+    local: list[LocalSample] | None = None,
+    sight: tuple[int, int] | None = None,
 ) -> Iterator[None]:
-    """Collect inputs, head outputs, values and gradients of an attention layer, a row per token.
+    """Collect inputs, head outputs, values and gradients, a row per token, and samples of local attention.
 
-    `value` and `out` are its projections to values and from head outputs.
+    `value` and `out` are the attention's projections to values and from head outputs.
     """
 
     def keep(name: str, tensor: torch.Tensor) -> None:
@@ -244,18 +241,8 @@ def recording(
             lambda module, args, output: output.register_hook(lambda gradient: keep("gradients", gradient)) and None
         ),
     ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _recording_local(attention: nn.Module, local: list[LocalSample], sight: tuple[int, int] | None) -> Iterator[None]:
-    """Collect samples of local attention to a window and sinks of these numbers of tokens, if given."""
-    name = attention.config._attn_implementation
-    compute = ALL_ATTENTION_FUNCTIONS[name]
+    name = attention.config._attn_implementation if sight else ""
+    compute = ALL_ATTENTION_FUNCTIONS.get(name)
 
     def compute_both(module: nn.Module, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *args, **more):
         places = document_starts(queries[:, 0], None, more["position_ids"], None, False, name)
@@ -269,3 +256,5 @@ def _recording_local(attention: nn.Module, local: list[LocalSample], sight: tupl
     finally:
         if sight:
             del ALL_ATTENTION_FUNCTIONS[name]
+        for handle in handles:
+            handle.remove()

@@ -135,13 +135,6 @@ class Verification(Record):
     retrieval: list[RetrievalFigures] = Field(default_factory=list)
 
 
-class BandFigures(Record):
-    """`ImageFigures.error` at some timesteps of a DiT: from `start` up to the next."""
-
-    start: int
-    error: float
-
-
 class ImageFigures(Record):
     """A model of images against its base, on images that nothing was fitted on.
 
@@ -151,7 +144,7 @@ class ImageFigures(Record):
         error: mean squared difference of the outputs, as a share of the variance of the base's.
         kl: nats per image; None without classes.
         same_class: share of the images that both give the same class; None without classes.
-        by_timestep: of a DiT.
+        by_timestep: of a DiT, the error in each quarter of the timesteps.
     """
 
     images: int
@@ -159,7 +152,7 @@ class ImageFigures(Record):
     error: float
     kl: float | None = None
     same_class: float | None = None
-    by_timestep: list[BandFigures] = Field(default_factory=list)
+    by_timestep: list[float] = Field(default_factory=list)
 
 
 class Parameters(Record):

@@ -19,7 +19,6 @@ import torch
 from moh_llm.errors import UserError, reason
 from moh_llm.records.model import may_be_hub_id, read_config
 
-_GREY, _COLOUR = ("1", "L", "LA"), ("P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # modes of PIL, 8 bits or less
 _PLACES = "name a folder of images, an IDX file or a Hub dataset"
 
 
@@ -32,8 +31,7 @@ class ImageSet:
         images: uint8 `[N, H, W]`, or rows of one PIL image each.
         labels: class of each image, int64 `[N]`; None where they have none.
         class_names: names of the classes by number.
-        processor: the model's image processor.
-        channels: of the model.
+        processor: the model's image processor, for images of that many `channels`.
     """
 
     place: str
@@ -50,11 +48,6 @@ class ImageSet:
         """The images of these numbers, float32 `[B, C, H, W]`. Raises UserError for one that cannot be used."""
         return torch.stack([self._pixels(int(number)) for number in indices])
 
-    def spread(self, count: int) -> list[int]:
-        """The numbers of so many images or fewer, evenly spaced, since folders are in the order of classes."""
-        count = min(count, len(self))
-        return [number * len(self) // count for number in range(count)]
-
     def _pixels(self, number: int) -> torch.Tensor:
         from PIL import Image
 
@@ -64,7 +57,8 @@ class ImageSet:
             image = Image.fromarray(image.numpy()) if isinstance(image, torch.Tensor) else next(iter(image.values()))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise UserError(f"{name} cannot be read ({reason(error)}); replace or remove it") from error
-        if image.mode not in (_GREY if self.channels == 1 else _GREY + _COLOUR):
+        is_deep = image.mode in ("I", "F") or ";" in image.mode
+        if is_deep or (self.channels == 1 and image.mode not in ("1", "L", "LA")):
             raise UserError(f"{name} has mode {image.mode}; the model takes 8 bits in {self.channels} channels")
         image = image.convert("L" if self.channels == 1 else "RGB")
         return self.processor(image, return_tensors="pt")["pixel_values"][0].float()

@@ -35,7 +35,7 @@ from moh_llm.errors import UserError, reason
 from moh_llm.files import check_links, check_output_folder, new_folder, write_json, write_text
 from moh_llm.locking import lock_folder
 from moh_llm.recipe import differing
-from moh_llm.records.conversion import BandFigures, Calibration, Conversion, ImageFigures, Plan, last_component
+from moh_llm.records.conversion import Calibration, Conversion, ImageFigures, Plan, last_component
 from moh_llm.records.model import CONFIG, read_config, read_weight_map
 from moh_llm.records.tensors import cast_weight, is_routing_weight
 from moh_llm.vision.images import ImageSet, open_images
@@ -43,7 +43,7 @@ from moh_llm.vision.prediction import TIMESTEPS, add_noise, is_denoiser, predict
 
 _OPTIONS = {"base", "output_dir", "overwrite", "calibration", "calibration_tokens", "preset", "num_shared_heads"}
 _OPTIONS |= {"num_active_heads", "shared", "router", "budgets", "fallback"}
-_BATCH, _LEAST, _BANDS = 16, 16, 4  # images at once, the fewest to fit on, and bands of timesteps that have an error
+_BATCH, _LEAST = 16, 16  # images at once, and the fewest to fit on
 
 
 class _DiTConfig(SimpleNamespace):
@@ -69,18 +69,14 @@ def open_image_base(name: str) -> BaseCheckpoint:
     shards, weight_map = read_weight_map(folder)
     check_links(folder, shards)
     dense = {tensor: file for tensor, file in weight_map.items() if not is_routing_weight(tensor)}
+    shards = [shard for shard in shards if shard.name in set(dense.values())]
     own = {key: value for key, value in fields.items() if key not in MOH_FIELDS | {"auto_map", "heads_per_layer"}}
-    return BaseCheckpoint(
-        name=name if commit is None else name.partition("@")[0],
-        folder=folder,
-        revision=commit,
-        is_moh=kind is not vision.model_class(folder),
-        config=_DiTConfig(own | {"_class_name": kind.__name__})
-        if "_class_name" in fields
-        else kind.config_class.from_dict(own | {"architectures": [kind.__name__]}),
-        shards=[shard for shard in shards if shard.name in set(dense.values())],
-        weight_map=dense,
-    )
+    if "_class_name" in fields:
+        config: Any = _DiTConfig(own | {"_class_name": kind.__name__})
+    else:
+        config = kind.config_class.from_dict(own | {"architectures": [kind.__name__]})
+    name, is_moh = name if commit is None else name.partition("@")[0], kind is not vision.model_class(folder)
+    return BaseCheckpoint(name, folder, commit, is_moh, config, shards, dense)
 
 
 def convert_images(options: ConversionConfig) -> Conversion:
@@ -228,9 +224,8 @@ def _verify(dense: nn.Module, converted: nn.Module, images: ImageSet, numbers: T
         found["kl"] = ((of_base.exp() * (of_base - of_own)).sum() / len(base)).item()
         found["same_class"] = (base.argmax(-1) == own.argmax(-1)).double().mean().item()
     if is_denoiser(dense):
-        band, width = torch.cat(timesteps) * _BANDS // TIMESTEPS, TIMESTEPS // _BANDS
-        errors = [_error(base[band == number], own[band == number]) for number in range(_BANDS)]
-        found["by_timestep"] = [BandFigures(start=n * width, error=error) for n, error in enumerate(errors)]
+        quarter = torch.cat(timesteps) * 4 // TIMESTEPS
+        found["by_timestep"] = [_error(base[quarter == n], own[quarter == n]) for n in range(4)]
     return ImageFigures(**found)
 
 
@@ -256,7 +251,9 @@ def describe(record: Conversion, folder: Path) -> list[str]:
     ]
     if found.kl is not None:
         lines.append(f"KL to the base {found.kl:.3g} nats, the same class for {found.same_class:.1%} of the images")
-    return [*lines, *(f"from timestep {band.start} on: {band.error:.1%}" for band in found.by_timestep)]
+    if found.by_timestep:
+        lines.append(f"by quarter of the timesteps: {', '.join(f'{error:.1%}' for error in found.by_timestep)}")
+    return lines
 
 
 def _card(record: Conversion, folder: Path) -> str:

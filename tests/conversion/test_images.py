@@ -14,7 +14,7 @@ import transformers
 import moh_llm
 from moh_llm.errors import UserError
 from moh_llm.vision import load_model
-from moh_llm.vision.convert import _attention, _batches, _samples
+from moh_llm.conversion.images import _attention, _batches, _samples
 from moh_llm.vision.images import open_images
 from moh_llm.vision.prediction import predict
 
