@@ -161,14 +161,15 @@ class ConversionConfig(PlanOptions):
 
     calibration: Places | None = None
     """Text to fit and verify on: files, or one mixture. Files (`.jsonl`, `.json.gz`, `.jsonl.zst`, `.txt`, `.parquet`)
-    count equally; a mixture is a YAML file. Verification reads a held-out part. Default: the text that Python ships."""
+    count equally; a mixture is a YAML file. Verification reads a held-out part. Default: the text that Python ships.
+    For a model of images: one folder, IDX file or Hub dataset of images."""
 
     context: PositiveInt = 8192
     """Tokens per sequence of text. At most what the base was made for; calibrate at the length that the model is
     for."""
 
     calibration_tokens: PositiveInt = 24576
-    """Tokens to fit on."""
+    """Tokens to fit on; patches of images."""
 
     heldout_tokens: NonNegativeInt | None = None
     """Tokens to verify on; 0: no verification. The first ones of each document. Default: those of 64 documents."""

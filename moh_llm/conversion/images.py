@@ -235,11 +235,11 @@ def _error(base: Tensor, own: Tensor) -> float:
 
 
 def describe(record: Conversion, folder: Path) -> list[str]:
-    """What was converted and how near to its base it is, as lines."""
+    """What was converted and how close to its base it is, as lines."""
     fields, found = read_config(folder), record.images
     layers, heads = fields.get("num_layers") or fields["num_hidden_layers"], fields["num_attention_heads"]
-    active = fields["num_active_heads"]
-    active = [active] * layers if isinstance(active, int) else active
+    planned = fields["num_active_heads"]
+    active = planned if isinstance(planned, list) else [planned] * layers
     lines = [
         f"{record.base.label}: {layers} layers of {heads} heads -> {sum(active) / layers:.4g} on for each token, "
         f"router {fields['router_type']}, fallback {fields['head_fallback']}",
@@ -258,22 +258,12 @@ def describe(record: Conversion, folder: Path) -> list[str]:
 
 def _card(record: Conversion, folder: Path) -> str:
     """The card of a converted model, as Markdown."""
-    name, source, how = read_config(folder).get("_class_name"), "moh_llm.vision", ""
-    if name is None:
-        name = "AutoModel" if record.images.kl is None else "AutoModelForImageClassification"
-        source, how = "transformers", ", trust_remote_code=True"
+    auto = "AutoModel" if record.images.kl is None else "AutoModelForImageClassification"
+    load = f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained('FOLDER', trust_remote_code=True)"
+    if name := read_config(folder).get("_class_name"):
+        load = f"from moh_llm.vision import {name}\n\nmodel = {name}.from_pretrained('FOLDER')"
     facts = "\n".join(f"- {line}" for line in describe(record, folder))
-    return f"""# {record.base.label} as a Mixture-of-Head model
-
-A router chooses for each token which attention heads are on. All are computed and then weighed, which saves no time.
-
-{facts}
-
-```python
-from {source} import {name}
-
-model = {name}.from_pretrained("FOLDER"{how})
-```
-
-`moh-llm convert FOLDER --to-dense --output-dir BASE` writes the base again, byte for byte.
-"""
+    text = "A router chooses for each token which attention heads are on. All are computed, which saves no time."
+    back = "`moh-llm convert FOLDER --to-dense --output-dir BASE` writes the base again, byte for byte."
+    title = f"# {record.base.label} as a Mixture-of-Head model"
+    return f"{title}\n\n{text}\n\n{facts}\n\n```python\n{load}\n```\n\n{back}\n"

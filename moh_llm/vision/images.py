@@ -89,7 +89,7 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
         raise UserError(f"{model}: preprocessor_config.json makes images of {found}, and the model takes {size}")
     if not labelled and (images.labels is None or "_class_name" not in fields):
         return images
-    if images.labels is None:
+    if images.labels is None or images.labels.min() < 0:  # of a test split that hides them
         raise UserError(f"{place} has no labels; make a sub-folder for each class, or put the file of labels beside it")
     own = fields.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # config.json leaves out what is the default
     names = [own.get(str(number), "") for number in range(fields.get("num_embeds_ada_norm", len(own)))]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -12,9 +13,9 @@ import torch
 import transformers
 
 import moh_llm
+from moh_llm.conversion.images import _attention, _batches, _samples
 from moh_llm.errors import UserError
 from moh_llm.vision import load_model
-from moh_llm.conversion.images import _attention, _batches, _samples
 from moh_llm.vision.images import open_images
 from moh_llm.vision.prediction import predict
 
@@ -76,6 +77,9 @@ def test_the_base_is_inside_bit_for_bit(family, base_of, images, tmp_path):
             assert not torch.equal(predict(converted, inputs)[0], expected)
             with converted.all_heads_active():
                 assert torch.equal(predict(converted, inputs)[0], expected)
+    [code] = re.findall(r"```python\n(.*?)```", (moh / "README.md").read_text(), re.DOTALL)
+    exec(code.replace("FOLDER", str(moh)), said := {})
+    assert type(said["model"]).__name__ == type(converted).__name__
     moh_llm.to_dense(moh, back)
     for path in base.iterdir():
         if path.name == "config.json":
