@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from moh_llm.cli import main
-from moh_llm.commands.recipes import shipped_files, summary
+from moh_llm.commands.recipes import summary
+from moh_llm.errors import UserError
+from moh_llm.recipe import recipe_values, shipped_files
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,9 +61,11 @@ def test_other_names_are_refused(tmp_path, capsys, name) -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_holds_them(tmp_path) -> None:
+def test_a_wheel_holds_them_and_runs_the_quick_start(make_llama, tmp_path) -> None:
     """Through a source distribution, as packages are published; run from a folder without the checkout on the path."""
     pytest.importorskip("setuptools", minversion="77")
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("matplotlib")
     source, site, here = tmp_path / "source", tmp_path / "site", tmp_path / "here"
     tracked = ("moh_llm", "recipes", "data_mixtures", "setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in")
     source.mkdir()
@@ -93,3 +97,24 @@ def test_a_wheel_holds_them(tmp_path) -> None:
     for name, path in files.items():
         assert (here / name).read_bytes() == path.read_bytes() and summary(here / name), name
         assert os.access(here / name, os.X_OK) == os.access(path, os.X_OK), name
+
+    base = make_llama(max_position_embeddings=512, initializer_range=0.3)
+    words = ("quickstart", "--base", base, "--output-dir", here / "out")
+    said = python("-m", "moh_llm.cli", *words, PYTHONPATH=str(site), OMP_NUM_THREADS="1")
+    assert (here / "out" / "report" / "report.html").is_file() and (here / "out" / "heads.html").is_file()
+    assert "tuned goes on:" in said
+    # A recipe is found by its name where no file has it.
+    more = ("--model", here / "out" / "moh", "--max_steps", "1", "--data.batch_size", "2", "--output_dir", here / "run")
+    python("-m", "moh_llm.cli", "train", "recipes/smollm2_recovery.yaml", *more, PYTHONPATH=str(site))
+    assert (here / "run" / "model" / "config.json").is_file()
+
+
+def test_a_recipe_of_the_package_is_read_by_its_name(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "recipes/smollm2_recovery.yaml"
+    assert ("max_steps", "20") in [(option, value) for _, option, value in recipe_values(name)]
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / name).write_text("max_steps: 3\n")
+    assert [value for _, _, value in recipe_values(name)] == ["3"]
+    with pytest.raises(UserError, match=r"recipe recipes/none\.yaml"):
+        recipe_values("recipes/none.yaml")
