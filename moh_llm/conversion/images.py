@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
 
 from moh_llm import vision
-from moh_llm.claims import calibration_text, parameters_added
+from moh_llm.claims import calibration_text
 from moh_llm.conversion.base import FORGOTTEN, MOH_FIELDS, BaseCheckpoint, accompanying, locate
 from moh_llm.conversion.calibrate import HELD_OUT, fit_layer, join_sample, make_fitter, recording
 from moh_llm.conversion.checkpoint import write_description, write_weights
@@ -241,16 +241,16 @@ def describe(record: Conversion, folder: Path) -> list[str]:
     planned = fields["num_active_heads"]
     active = planned if isinstance(planned, list) else [planned] * layers
     lines = [
-        f"{record.base.label}: {layers} layers of {heads} heads -> {sum(active) / layers:.4g} on for each token, "
+        f"{record.base.label}: {layers} layers of {heads} heads, {sum(active) / layers:.4g} on for each token",
+        f"on by layer: {' '.join(map(str, active))}",
         f"router {fields['router_type']}, fallback {fields['head_fallback']}",
-        f"heads on by layer: {' '.join(map(str, active))}",
-        calibration_text(record),
-        f"parameters: {parameters_added(record.parameters)}",
         f"all heads on: the output is the base's, bit for bit, on {found.images} held-out images",
-        f"as planned: the squared error is {found.error:.1%} of the variance of the base's output",
+        f"as planned: squared error {found.error:.1%} of the variance of the base's output",
     ]
+    if record.calibration:
+        lines.insert(3, calibration_text(record))
     if found.kl is not None:
-        lines.append(f"KL to the base {found.kl:.3g} nats, the same class for {found.same_class:.1%} of the images")
+        lines.append(f"KL to the base {found.kl:.3g} nats, same class for {found.same_class:.1%} of the images")
     if found.by_timestep:
         lines.append(f"by quarter of the timesteps: {', '.join(f'{error:.1%}' for error in found.by_timestep)}")
     return lines

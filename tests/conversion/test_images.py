@@ -125,15 +125,18 @@ def test_a_sample_tells_how_an_error_changes_a_prediction(family, base_of, image
         torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03 * float(expected.abs().max()))
 
 
-def test_router_none_and_the_papers_preset_convert(base_of, images, tmp_path):
+def test_router_none_and_the_papers_preset_convert_also_a_converted_model(base_of, images, tmp_path, capsys):
     base = base_of("ViT")
     for name, options in {"fixed": {"router": "none"}, "paper": {"preset": "paper"}}.items():
         record = moh_llm.convert(base, tmp_path / name, calibration=images, num_active_heads=3, **options)
+        base = tmp_path / name
         fields = json.loads((tmp_path / name / "config.json").read_text())
         assert record.images.equals_base and record.images.kl > 0
-        assert (fields["router_type"], fields["head_fallback"]) == (
-            ("none", "value") if name == "fixed" else ("query_norm", "none")
-        )
+        expected = ("none", "value") if name == "fixed" else ("query_norm", "none")
+        assert (fields["router_type"], fields["head_fallback"]) == expected
+    moh_llm.to_dense(base, tmp_path / "back")
+    assert (tmp_path / "back/model.safetensors").read_bytes() == (base_of("ViT") / "model.safetensors").read_bytes()
+    assert "its records" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
