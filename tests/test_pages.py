@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [f"docs/{name}.md" for name in ("start", "conversion", "data", "training", "scaling", "trainers", "evaluation",
     "publishing", "serving", "efficiency")]  # fmt: skip
 NEEDS = re.compile(r"#.*\bneeds? ")  # in the comment of a command that is not run here
-README_NEEDS = ("make ", "source ", "moh-llm serve ")  # an environment, and a process that does not end
+README_NEEDS = ("make ", "source ", "pip ", "moh-llm serve ")  # an environment, and a process that does not end
 
 
 def blocks(page: str) -> Iterator[tuple[str, str]]:

@@ -120,8 +120,8 @@ class ObjectiveConfig:
 
     kind: Literal["distillation", "cross_entropy", "noise"] = "distillation"
     """`distillation`: KL to the base's next-token distribution; `cross_entropy`: to the text. Of images: KL to the
-    base's classes, or the squared error to the output of a base without classes; cross-entropy to the labels; and
-    `noise`, a DiT's squared error to the noise, with the variational term where it learns the variance."""
+    base's classes, or the squared error to the output of a base without classes; cross-entropy to the labels. `noise`:
+    a DiT's squared error to the noise, with the variational term where it learns the variance."""
 
     keys: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the base's keys that threshold routers may read; null: what the conversion asked for. It is that of a
