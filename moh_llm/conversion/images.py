@@ -154,8 +154,8 @@ def _attention(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if re.search(r"\.\d+\.(attention|attn1)$", name)}
 
 
-def _samples(model: nn.Module, images: ImageSet, numbers: Tensor) -> list[LayerSample]:
-    """The sample of each layer, in which every fourth image is held out."""
+def _samples(model: nn.Module, images: ImageSet, numbers: Tensor) -> Iterator[LayerSample]:
+    """Yield the sample of each layer, in which every fourth image is held out."""
     layers, generator = list(_attention(model).values()), torch.Generator().manual_seed(0)
     value, out = ("to_v", "to_out.0") if is_denoiser(model) else ("v_proj", "o_proj")
     outs = [layer.get_submodule(out) for layer in layers]
@@ -178,7 +178,8 @@ def _samples(model: nn.Module, images: ImageSet, numbers: Tensor) -> list[LayerS
     held_out = torch.arange(len(numbers)) % HELD_OUT == HELD_OUT - 1
     order, fitted = torch.cat([rows[~held_out], rows[held_out]]).flatten(), rows[~held_out].numel()
     heads, tokens = model.config.num_attention_heads, rows.shape[1]
-    return [join_sample(of, out, heads, order, fitted, together=tokens) for of, out in zip(seen, outs, strict=True)]
+    for of, out in zip(seen, outs, strict=True):
+        yield join_sample(of, out, heads, order, fitted, together=tokens)
 
 
 def _build_config(

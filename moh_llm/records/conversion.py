@@ -139,11 +139,8 @@ class ImageFigures(Record):
     """A model of images against its base, on images that nothing was fitted on.
 
     Attributes:
-        images: their number.
-        equals_base: whether the output with all heads on is the base's, bit for bit.
         error: mean squared difference of the outputs, as a share of the variance of the base's.
-        kl: nats per image; None without classes.
-        same_class: share of the images that both give the same class; None without classes.
+        kl: nats per image; `same_class`: share of images that both give the same class. None without classes.
         by_timestep: of a DiT, the error in each quarter of the timesteps.
     """
 

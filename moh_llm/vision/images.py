@@ -24,14 +24,9 @@ _PLACES = "name a folder of images, an IDX file or a Hub dataset"
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images that are read when they are asked for.
+    """Images of a place, which are read when they are asked for: uint8 `[N, H, W]`, or rows of one PIL image each.
 
-    Attributes:
-        place: where they are.
-        images: uint8 `[N, H, W]`, or rows of one PIL image each.
-        labels: class of each image, int64 `[N]`; None where they have none.
-        class_names: names of the classes by number.
-        processor: the model's image processor, for images of that many `channels`.
+    `labels` has the class of each, int64 `[N]`, or is None. `processor` is the model's, which has so many `channels`.
     """
 
     place: str
@@ -70,13 +65,11 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
     Args:
         place: a folder, whose sub-folders, if any, are the classes; an IDX file (`*-images-idx3-ubyte`, also `.gz`),
             with its labels beside it; or a Hub dataset, `OWNER/NAME` (its split `train`) or `OWNER/NAME:SPLIT`.
-        model: the model's folder. Without an image processor there, images are cropped to the model's size and scaled
-            to -1..1, as for a DiT.
-        labelled: whether the images must have the model's classes. For a DiT labels always must be of its classes.
+        model: the model's folder. Where it has no image processor, images are cropped to its size and scaled to -1..1.
+        labelled: whether the images must have the model's classes; a DiT's labels always must.
 
     Raises:
-        UserError: no image, one that is broken or has other channels than the model, no labels or other classes where
-            they are needed, or a package that is missing.
+        UserError: no image, or one that is broken or has other channels; wrong or no classes; a package is missing.
     """
     if missing := [name for name in ("PIL", "datasets") if importlib.util.find_spec(name) is None]:
         raise UserError(f"images need {missing[0]}, which is not installed: pip install 'moh-llm[vision]'")
@@ -147,21 +140,20 @@ def _open_idx(path: Path) -> tuple[torch.Tensor, torch.Tensor | None, list[str]]
     images, beside = _read_idx(path, 3), path.with_name(path.name.replace("images-idx3", "labels-idx1"))
     if beside == path or not beside.is_file():
         return images, None, []
-    labels = _read_idx(beside, 1).long()
-    if len(labels) != len(images):
+    if len(labels := _read_idx(beside, 1).long()) != len(images):
         raise UserError(f"{beside} has {len(labels)} labels for {len(images)} images; download both again")
     return images, labels, [str(number) for number in range(1 + int(labels.max()))]
 
 
 def _read_idx(path: Path, dimensions: int) -> torch.Tensor:
     """The bytes `[N, ...]` of an IDX file. Raises UserError unless it is whole and has that many dimensions."""
-    body, shape = b"", [0] * dimensions
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            if file.read(4) == bytes([0, 0, 8, dimensions]):
-                shape = [int.from_bytes(file.read(4), "big") for _ in shape]
-                body = file.read(math.prod(shape) + 1)
-    except (OSError, EOFError, ValueError, OverflowError, zlib.error) as error:
+            head = file.read(4 + 4 * dimensions)
+            shape = [int.from_bytes(head[at : at + 4], "big") for at in range(4, len(head), 4)]
+            is_idx = head[:4] == bytes([0, 0, 8, dimensions])
+            body = file.read(math.prod(shape) + 1) if is_idx else b""
+    except (OSError, EOFError, OverflowError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {reason(error)}") from error
     if not body or len(body) != math.prod(shape):
         raise UserError(f"{path} is no IDX file of bytes with {dimensions} dimensions, or it is cut; {_PLACES}")
