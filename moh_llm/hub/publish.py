@@ -13,7 +13,7 @@ from moh_llm.hub.lineage import Licence, Lineage, find_licence, read_lineage
 from moh_llm.hub.proof import Proof, prove
 from moh_llm.hub.secrets import redact
 from moh_llm.records.identity import hash_model
-from moh_llm.records.model import read_moh_config
+from moh_llm.records.model import is_image_model, read_config, read_moh_config
 from moh_llm.records.seal import write_seal
 from moh_llm.terminal import say
 
@@ -99,6 +99,8 @@ def _check_model(folder: Path) -> None:
         if (folder / "model" / "config.json").is_file():
             raise UserError(f"{folder} is a training run; publish {folder / 'model'}")
         raise UserError(f"{folder} holds no config.json; name a folder that moh-llm convert or train made")
+    if is_image_model(read_config(folder)):
+        raise UserError(f"{folder} holds a model of images, which is not checked here: hf upload ORG/NAME {folder}")
     read_moh_config(folder)
 
 

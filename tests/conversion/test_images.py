@@ -137,6 +137,8 @@ def test_router_none_and_the_papers_preset_convert_also_a_converted_model(base_o
     moh_llm.to_dense(base, tmp_path / "back")
     assert (tmp_path / "back/model.safetensors").read_bytes() == (base_of("ViT") / "model.safetensors").read_bytes()
     assert "its records" not in capsys.readouterr().err
+    with pytest.raises(UserError, match="a model of images, which is not checked here: hf upload ORG/NAME"):
+        moh_llm.publish(base, "owner/name", dry_run=True)
 
 
 @pytest.mark.parametrize(
