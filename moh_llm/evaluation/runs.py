@@ -152,30 +152,25 @@ def run_table(run: TrainingRun) -> Table:
 
 def recipe(run: TrainingRun) -> Pairs:
     """How a run trained: objective, steps, weights, the options of optimizer and schedule, and the device."""
-    given, data, goal = run.recipe, run.recipe["data"], run.recipe["objective"]
-    batch = f"{data['batch_size']} sequences of {data['sequence_length']:,} tokens"
-    pairs: Pairs = [
-        ("objective", objective(goal["kind"], run.reference)),
-        ("tokens", f"{run.tokens:,}"),
-        ("steps", f"{run.lines[-1].step:,} of {given['max_steps']:,}, each {batch}"),
-        ("weights trained", weights_trained(run)),
-    ]
+    given, data, record = run.recipe, run.recipe["data"], run.record
+    dropped = [line for line in run.lines if line.dropped]
+    listed = "; ".join(f"{line.step:,}: {line.dropped}" for line in dropped[:_DROPPED])
     options = {f"{group}.{key}": value for group in ("optimizer", "schedule") for key, value in given[group].items()}
-    pairs += [(key, _short(value)) for key, value in options.items() if value is not None]
-    if (beta := run.record.balance_coefficient) is not None:
-        pairs.append(("load-balance weight", f"{beta:g}"))
-    if dropped := [line for line in run.lines if line.dropped]:
-        listed = "; ".join(f"{line.step:,}: {line.dropped}" for line in dropped[:_DROPPED])
-        more = "; …" if len(dropped) > _DROPPED else ""
-        pairs.append(("steps dropped as diverging", f"{len(dropped):,} ({listed}{more})"))
-    if run.record.compute_dtype:
-        pairs.append(("compute dtype", run.record.compute_dtype))
-    pairs.append(("seed", str(given["seed"])))
-    if device := run.record.device:
-        processes, name = run.record.processes or 1, run.record.device_name
-        named = f"{device} ({name})" if name else device
-        pairs.append(("device", f"{named}, {processes} process{'es' if processes > 1 else ''}"))
-    return pairs
+    device = " ".join(filter(None, [record.device, record.device_name and f"({record.device_name})"]))
+    found = {
+        "objective": objective(given["objective"]["kind"], run.reference),
+        "tokens": f"{run.tokens:,}",
+        "steps": f"{run.lines[-1].step:,} of {given['max_steps']:,}, each {data['batch_size']} sequences of "
+        f"{data['sequence_length']:,} tokens",
+        "weights trained": weights_trained(run),
+        **{key: _short(value) for key, value in options.items() if value is not None},
+        "load-balance weight": record.balance_coefficient is not None and f"{record.balance_coefficient:g}",
+        "steps dropped as diverging": dropped and f"{len(dropped):,} ({listed}{'; …' * (len(dropped) > _DROPPED)})",
+        "compute dtype": record.compute_dtype,
+        "seed": str(given["seed"]),
+        "device": device and f"{device}, {record.processes or 1} process{'es' * ((record.processes or 1) > 1)}",
+    }
+    return [(name, value) for name, value in found.items() if value]
 
 
 def keys_read(run: TrainingRun) -> str | None:
@@ -258,18 +253,15 @@ def held_out_note(run: TrainingRun) -> str:
     if not saved and not scored:
         return "Not measured: the run scored no held-out text."
     last = saved or scored[-1].validation
-    notes = [f"Scored on {last.tokens:,} tokens of text held out from the same mixture, with the head plan's budget."]
+    notes = [f"Scored on {last.tokens:,} tokens of text held out from the same mixture."]
     if last.kl is not None:
-        notes.append(f"Ratio of perplexities and KL (nats per token): to {reference}.")
-    if last.kl_interval or last.ratio_interval:
-        notes.append("In brackets: 95 % intervals over the documents.")
+        notes.append(
+            f"Ratio of perplexities and KL (nats per token): to {reference}, with 95 % intervals over documents."
+        )
     if any(line.routing and any(line.routing.load) for line in scored):
         notes.append("Dead heads: routed heads that no token selects.")
-    if saved and saved.kl is not None and saved.dtype:
-        notes.append(f"The saved model and {reference} were scored in {saved.dtype}.")
     if saved and saved.all_heads_kl is not None:
-        kl = f"{saved.all_heads_kl:#.3g}" if saved.all_heads_kl else "exactly 0"
-        notes.append(f"With every head on, the saved model has a KL of {kl} to {reference}.")
+        notes.append(f"With every head on, the saved model has a KL of {saved.all_heads_kl:.3g} to {reference}.")
     return " ".join(notes)
 
 

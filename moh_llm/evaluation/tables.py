@@ -8,15 +8,11 @@ from moh_llm.evaluation.rendering import Table, facts
 from moh_llm.intervals import show_error, show_figure, show_number, within
 from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Figures, ModelRecord, Share, Value
 
-_CHANCE = (
-    "Chance is what a uniform guess among an item's choices scores, on average over the items; 0 where the answer is "
-    "written or a word is predicted."
+_SHARES = (
+    " Shares have 95 % intervals by Fieller's method, over the items. Chance is the mean score of a uniform guess "
+    "among an item's choices, 0 where the answer is written; the margin is the score less chance. A base whose 95 % "
+    "interval includes chance, or lies below it, is at chance: the average of the margins leaves the benchmark out."
 )
-_MARGIN = (
-    "The margin is the score less chance. A base whose 95 % interval includes chance, or lies below it, is at chance: "
-    "the benchmark tells nothing of what is kept, and the average of the margins leaves it out."
-)
-_NOT_CLEAR = "† The base's score or margin is not clear of 0: that share has no interval."
 
 
 def score_table(record: EvaluationRecord, names: Mapping[str, str] | None = None) -> Table:
@@ -45,29 +41,21 @@ def score_table(record: EvaluationRecord, names: Mapping[str, str] | None = None
 
 def score_note(record: EvaluationRecord) -> str:
     """How to read `score_table`: errors, intervals, dtypes, and what chance and margin mean."""
-    figures = [found for row in record.benchmarks for found in row.scores.values()]
-    values = [value for found in figures for value in (found, found.delta) if value is not None]
     note = (
-        f"{record.suite.title}: in percent; ± is one standard error (none for a single item). The delta is the "
-        "difference to the base, with the error of the differences on the same items. The average counts every "
-        "benchmark alike. "
+        f"{record.suite.title}: in percent; ± is one standard error, of deltas that of the differences by item. "
+        "Where it is 0, which does not mean certainty, the 95 % interval stands in brackets. "
+        f"The average counts every benchmark alike. Every model was computed in {record.dtype}."
     )
-    if any(value.stderr == 0 for value in values):
-        note += (
-            "Where all items have the same score, or the same difference, the standard error is 0, which does not mean "
-            "certainty: the 95 % interval stands in brackets in its place, and the average's error may be too small. "
-        )
-    note += f"Every model was computed in {record.dtype}."
     if any(about.compared for about in record.models.values()):
-        note += (
-            " The 95 % intervals of both shares are by Fieller's method, from the intervals of both averages and of "
-            "their difference on the same items: they cover the choice of items, not of benchmarks. "
-            f"{_CHANCE} {_MARGIN}"
-        )
+        note += _SHARES
+    found = [figures for row in record.benchmarks for figures in row.scores.values()]
     shares = [
-        share for found in [*figures, *record.average.scores.values()] for share in (found.recovery, found.margin_kept)
+        share
+        for figures in [*found, *record.average.scores.values()]
+        for share in (figures.recovery, figures.margin_kept)
     ]
-    return note + (f" {_NOT_CLEAR}" if any("†" in _show_share(share) for share in shares) else "")
+    is_close = any("†" in _show_share(share) for share in shares)
+    return note + (" † The base's score or margin is not clear of 0: no interval." if is_close else "")
 
 
 def inferred_metrics(record: EvaluationRecord) -> list[str]:

@@ -224,11 +224,9 @@ def _kept(config: MoHLlamaConfig, lineage: Lineage) -> Table:
     def add(
         name: str, length: int | None, asked: float | None, on: float | None, scores: Scores | None
     ) -> dict[str, str]:
-        read = show_number(scores and scores.keys_read, ".1f", 100)
+        read, wanted = (show_number(share, ".1f", 100) for share in (scores and scores.keys_read, asked))
         cells = columns[f"{name}, {show_number(length, ',')} tokens"] = {
-            "keys read (asked for), % of the base's": f"{read} ({show_number(asked, '.1f', 100)})".replace(
-                "- (-)", "-"
-            ),
+            "keys read (asked for), % of the base's": "-" if read == wanted == "-" else f"{read} ({wanted})",
             f"heads on (asked for), of {config.num_attention_heads}": f"{show_number(on, '.4g')} ({active:.4g})",
         }
         if scores:
