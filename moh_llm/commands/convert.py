@@ -95,7 +95,7 @@ def _print_proof(proof: "Verification", heads: int) -> None:
         f"x {show_figure(own.perplexity_ratio, own.ratio_interval, '.3f')}",
         f"  KL to the base {show_figure(own.kl, own.kl_interval, '.4f')}, same top-1 token {own.top1_agreement:.1%}",
     )
-    if parts := [f"{part.kl:.4f} from token {part.start:,} on" for part in proof.by_position]:
-        say(f"  KL by position: {', '.join(parts)}")
-    for found in proof.retrieval:
-        say(f"  {found.task} of what is out of sight: {found.converted} of {found.asked} right, the base {found.base}")
+    if parts := [f"{part.start:,}: {part.kl:.4f}" for part in proof.by_position]:
+        say(f"  KL from token {', '.join(parts)}")
+    if right := [f"{found.task} {found.converted} (base {found.base}) of {found.asked}" for found in proof.retrieval]:
+        say(f"  out of sight: {', '.join(right)}")
