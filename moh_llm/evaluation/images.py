@@ -163,6 +163,8 @@ def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any
             record["models"][label] = found
             if not options.samples or not is_denoiser(network):
                 continue
+            if network.config.in_channels not in (1, 3):
+                raise UserError(f"{name} draws latents, which need its VAE: make samples with a DiTPipeline")
             samples = draw_samples(network, options.samples, size)
             write_samples(samples, folder, label)
             if options.features is not None:
@@ -179,11 +181,11 @@ def lines(record: dict[str, Any]) -> list[str]:
     said = []
     for label, model in record["models"].items():
         parts = []
-        for name in model["scores"].keys() & {"top1", "top5", "error"}:
+        for name in (name for name in model["scores"] if not name.startswith("error_")):
             kinds = ("value",) if not said else ("value", "ratio")
             figures = {kind: model["scores"][name][kind] for kind in kinds if kind in model["scores"][name]}
             parts += [f"{name} {kind} {show_figure(*figure.values(), '.4f')}" for kind, figure in figures.items()]
         if "frechet" in model:
             parts.append("Frechet distance {distance:.2f} in features of {classifier}".format(**model["frechet"]))
-        said.append(f"{label}: {', '.join(sorted(parts))}")
+        said.append(f"{label}: {', '.join(parts)}")
     return said

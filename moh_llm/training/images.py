@@ -26,6 +26,7 @@ from moh_llm.locking import lock_folder
 from moh_llm.options import options_of
 from moh_llm.reading import read_yaml
 from moh_llm.records.conversion import CONVERSION
+from moh_llm.records.identity import identify
 from moh_llm.records.model import licence_texts, read_config
 from moh_llm.records.run import LogLine, ModelMark
 from moh_llm.records.seal import mark_files
@@ -147,9 +148,7 @@ class ImageTraining(Training):
             if attrgetter(name)(config) != defaults[name].default:
                 raise UserError(f"{name} has no meaning for images; remove it from the recipe")
         read_config(Path(config.model))
-        files = [(name, of.sha256) for name, of in mark_files(Path(config.model)).items()]
-        kept = sorted(item for item in files if item[0].endswith((".safetensors", ".json")))
-        return ModelMark(sha256=hashlib.sha256(repr(kept).encode()).hexdigest())
+        return ModelMark(sha256=identify(config.model).sha256)
 
     def check_again(self) -> None:
         """Say that a run is finished."""
@@ -228,7 +227,7 @@ class ImageTraining(Training):
         line.held_out = {"images": len(numbers), "task_loss": task}
         if images.labels is not None and hasattr(step.student, "classifier"):
             line.held_out["top1"] = right
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in line.held_out.items() if name != "images")
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in line.held_out.items() if name != "images")
         self.say(f"step {line.step}: on {len(numbers):,} held-out images {shown}")
 
     def save_tuned_model(self) -> None:

@@ -76,7 +76,7 @@ _SHOWN = {
     "loss": ("loss", ".4f"),
     "kl": ("kl", ".4f"),
     "cross_entropy": ("ce", ".4f"),
-    "task_loss": ("task", ".4f"),
+    "task_loss": ("task", ".4g"),
     "balance_loss": ("balance", ".3f"),
     "learning_rate": ("lr", ".1e"),
     "heads_read": ("heads on", ".2f"),

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from moh_llm.errors import UserError, reason
 from moh_llm.records.model import may_be_hub_id, read_config
@@ -26,7 +28,8 @@ _PLACES = "name a folder of images, an IDX file or a Hub dataset"
 class ImageSet:
     """Images of a place, which are read when they are asked for: uint8 `[N, H, W]`, or rows of one PIL image each.
 
-    `labels` has the class of each, int64 `[N]`, or is None. `processor` is the model's, which has so many `channels`.
+    `labels` has the class of each, int64 `[N]`, or is None. `processor` is the model's, which has so many `channels`;
+    latents have none.
     """
 
     place: str
@@ -41,7 +44,14 @@ class ImageSet:
 
     def batch(self, indices: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """The images of these numbers, float32 `[B, C, H, W]`. Raises UserError for one that cannot be used."""
+        if self.processor is None:  # latents
+            return self.images[indices].float()
         return torch.stack([self._pixels(int(number)) for number in indices])
+
+    def spread(self, count: int) -> list[int]:
+        """The numbers of so many images or fewer, evenly spaced, since folders are in the order of classes."""
+        count = min(count, len(self))
+        return [number * len(self) // count for number in range(count)]
 
     def _pixels(self, number: int) -> torch.Tensor:
         from PIL import Image
@@ -64,7 +74,8 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
 
     Args:
         place: a folder, whose sub-folders, if any, are the classes; an IDX file (`*-images-idx3-ubyte`, also `.gz`),
-            with its labels beside it; or a Hub dataset, `OWNER/NAME` (its split `train`) or `OWNER/NAME:SPLIT`.
+            with its labels beside it; a Hub dataset, `OWNER/NAME` (its split `train`) or `OWNER/NAME:SPLIT`; or for a
+            DiT on latents a safetensors file of `images` `[N, C, H, W]`, read as they are, and `labels` `[N]`.
         model: the model's folder. Where it has no image processor, images are cropped to its size and scaled to -1..1.
         labelled: whether the images must have the model's classes; a DiT's labels always must.
 
@@ -74,6 +85,8 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
     if missing := [name for name in ("PIL", "datasets") if importlib.util.find_spec(name) is None]:
         raise UserError(f"images need {missing[0]}, which is not installed: pip install 'moh-llm[vision]'")
     fields = read_config(model)
+    if place.endswith(".safetensors"):
+        return _open_latents(place, fields)
     processor, channels, size = _processor(model, fields)
     opened = _open_idx(Path(place)) if Path(place).is_file() else _open_dataset(place)
     images = ImageSet(place, *opened, processor, channels)
@@ -94,6 +107,21 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
     return images
 
 
+def _open_latents(place: str, fields: dict[str, Any]) -> ImageSet:
+    """The images and labels of a safetensors file."""
+    try:
+        tensors = load_file(place)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{place} cannot be read: {reason(error)}") from error
+    images, labels = tensors.get("images", torch.empty(0)), tensors.get("labels")
+    own = [fields.get("in_channels", 4), *2 * [fields.get("sample_size", 32)]]
+    if not len(images) or list(images.shape[1:]) != own:
+        raise UserError(f"{place} needs a tensor `images` [N, {', '.join(map(str, own))}], which the model takes")
+    if labels is not None and (len(labels) != len(images) or labels.max() >= fields.get("num_embeds_ada_norm", 1000)):
+        raise UserError(f"{place} needs a tensor `labels` with a class of the model for each image")
+    return ImageSet(place, images, labels, [], None, own[0])
+
+
 def _processor(model: Path, fields: dict[str, Any]) -> tuple[Any, int, int]:
     """The model's image processor, its channels and its size in pixels."""
     from transformers import AutoImageProcessor
@@ -103,7 +131,9 @@ def _processor(model: Path, fields: dict[str, Any]) -> tuple[Any, int, int]:
     channels = fields.get("num_channels", fields.get("in_channels", defaults[0]))
     size = fields.get("image_size", fields.get("sample_size", defaults[1]))
     if channels not in (1, 3):
-        raise UserError(f"{model} takes {channels} channels, images have 1 or 3; DiTs on latents are not supported")
+        raise UserError(
+            f"{model} takes {channels} channels, images have 1 or 3, and latents are read from .safetensors"
+        )
     try:
         if (model / "preprocessor_config.json").is_file():
             processor = AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False)

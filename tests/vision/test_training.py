@@ -5,11 +5,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_images import ROUTED, SIZE, recipe, save_dit, save_vit, write_idx
+from ways import ROOT, WAYS
 
 import moh_llm
 from moh_llm.cli import main
@@ -227,6 +229,53 @@ def test_distillation_lowers_the_distance_to_the_base_and_leaves_it_as_it_is(tmp
     assert not any(weight.requires_grad for weight in teacher.parameters())
 
 
+@pytest.mark.slow
+def test_two_processes_follow_the_curve_of_one(tmp_path, images) -> None:
+    """Micro-batches of one image, since the load-balance loss is that of a micro-batch."""
+    model = save_vit(tmp_path / "vit")
+    how = {"objective__kind": "cross_entropy", "images__flip": False, "data__micro_batch_size": 1}
+    moh_llm.train(recipe(model, tmp_path / "one", images, **how))
+    (tmp_path / "two.yaml").write_text(
+        f"model: {model}\noutput_dir: {tmp_path / 'two'}\nmax_steps: 4\nreport_to: []\nmixed_precision: no\n"
+        f"images: {{train: {images}, flip: false}}\nobjective: {{kind: cross_entropy}}\nschedule: {{warmup_steps: 1}}\n"
+        "optimizer: {learning_rate: 0.01, router_learning_rate: 0.01}\ndata: {batch_size: 4, micro_batch_size: 1}\n"
+    )
+    done = forks.run("train.py", tmp_path / "two.yaml", folder=ROOT, environment=WAYS["ddp"], processes=2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    logs = [
+        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    for one, two in zip(*(log[-4:] for log in logs), strict=True):
+        for name in ("loss", "task_loss", "balance_loss", "gradient_norm"):
+            assert two[name] == pytest.approx(one[name], rel=1e-3), (one["step"], name)
+
+
+def test_a_dit_on_latents_reads_them_from_a_file(tmp_path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    size = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_embeds_ada_norm": 3}
+    diffusers.DiTTransformer2DModel(**size, sample_size=4, in_channels=4, out_channels=8).save_pretrained(
+        tmp_path / "dit"
+    )
+    latents, file = torch.randn(6, 4, 4, 4), tmp_path / "latents.safetensors"
+    save_file({"images": latents.half(), "labels": torch.arange(6) % 3}, file)
+    opened = open_images(str(file), tmp_path / "dit")
+    assert torch.equal(opened.batch([4, 1]), latents[[4, 1]].half().float()) and opened.labels[4] == 1
+    record = moh_llm.train(recipe(tmp_path / "dit", tmp_path / "run", file, objective__kind="noise"))
+    assert record.status == "finished" and record.data["images"] == 6
+    for tensors, told in (
+        ({"latents": latents}, r"needs a tensor `images` \[N, 4, 4, 4\]"),
+        ({"images": latents[:, :3].clone()}, r"needs a tensor `images` \[N, 4, 4, 4\]"),
+        ({"images": latents, "labels": torch.arange(6)}, "`labels` with a class of the model for each image"),
+    ):
+        save_file(tensors, file)
+        with pytest.raises(UserError, match=told):
+            open_images(str(file), tmp_path / "dit")
+    file.write_bytes(b"no tensors")
+    with pytest.raises(UserError, match="cannot be read"):
+        open_images(str(file), tmp_path / "dit")
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -250,7 +299,7 @@ def test_models_and_recipes_of_text_and_images_are_told_apart(tmp_path, images) 
         moh_llm.train(config)
     with pytest.raises(UserError, match=r"is a model of images; name them as images\.train"):
         moh_llm.train(replace(config, images=None))
-    with pytest.raises(UserError, match="models of images are ViT, DeiT and DINOv2"):
+    with pytest.raises(UserError, match="holds a LlamaForCausalLM"):
         (tmp_path / "vit/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
         moh_llm.train(config)
 
