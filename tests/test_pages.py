@@ -116,8 +116,12 @@ def run_pages(pages: list[str], capsys: pytest.CaptureFixture[str]) -> int:
 @pytest.mark.slow
 def test_what_readme_says_runs(folder, capsys, one_thread):
     pytest.importorskip("lm_eval")
-    assert run_pages(["README.md"], capsys) == 5
-    assert Path("out/half/config.json").is_file() and Path("out/report/report.html").is_file()
+    assert run_pages(["README.md"], capsys) == 6
+    assert (
+        Path("out/half/config.json").is_file()
+        and Path("out/report/report.html").is_file()
+        and Path("out/heads.html").is_file()
+    )
 
 
 @pytest.mark.slow
