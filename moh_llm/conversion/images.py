@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from moh_llm import vision
 from moh_llm.claims import calibration_text
@@ -43,6 +44,7 @@ from moh_llm.vision.prediction import TIMESTEPS, add_noise, is_denoiser, predict
 
 _OPTIONS = {"base", "output_dir", "overwrite", "calibration", "calibration_tokens", "preset", "num_shared_heads"}
 _OPTIONS |= {"num_active_heads", "shared", "router", "budgets", "fallback"}
+_OF_MOH = {"auto_map", "heads_per_layer", "image_processor_type"}  # other fields that a converted model has
 _BATCH, _LEAST = 16, 16  # images at once, and the fewest to fit on
 
 
@@ -70,11 +72,12 @@ def open_image_base(name: str) -> BaseCheckpoint:
     check_links(folder, shards)
     dense = {tensor: file for tensor, file in weight_map.items() if not is_routing_weight(tensor)}
     shards = [shard for shard in shards if shard.name in set(dense.values())]
-    own = {key: value for key, value in fields.items() if key not in MOH_FIELDS | {"auto_map", "heads_per_layer"}}
+    own = {key: value for key, value in fields.items() if key not in MOH_FIELDS | _OF_MOH}
     if "_class_name" in fields:
         config: Any = _DiTConfig(own | {"_class_name": kind.__name__})
     else:
-        config = kind.config_class.from_dict(own | {"architectures": [kind.__name__]})
+        own |= {"architectures": [kind.__name__], "model_type": kind.config_class.model_type}
+        config = kind.config_class.from_dict(own)
     name, is_moh = name if commit is None else name.partition("@")[0], kind is not vision.model_class(folder)
     return BaseCheckpoint(name, folder, commit, is_moh, config, shards, dense)
 
@@ -196,6 +199,8 @@ def _build_config(
     except ValueError as error:
         raise UserError(f"impossible head plan: {reason(error)}") from error
     built.architectures, built.dtype = [kind.__name__], config.dtype
+    # Old image processors name no class, and have that of the base's model_type.
+    built.image_processor_type = IMAGE_PROCESSOR_MAPPING_NAMES[config.model_type]["torchvision"]
     return built
 
 

@@ -60,13 +60,13 @@ class ImageSet:
         try:
             image = self.images[number]
             image = Image.fromarray(image.numpy()) if isinstance(image, torch.Tensor) else next(iter(image.values()))
+            is_deep = image.mode in ("I", "F") or ";" in image.mode
+            if is_deep or (self.channels == 1 and image.mode not in ("1", "L", "LA")):
+                raise UserError(f"{name} has mode {image.mode}; the model takes 8 bits in {self.channels} channels")
+            image = image.convert("L" if self.channels == 1 else "RGB")
+            return self.processor(image, return_tensors="pt")["pixel_values"][0].float()
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise UserError(f"{name} cannot be read ({reason(error)}); replace or remove it") from error
-        is_deep = image.mode in ("I", "F") or ";" in image.mode
-        if is_deep or (self.channels == 1 and image.mode not in ("1", "L", "LA")):
-            raise UserError(f"{name} has mode {image.mode}; the model takes 8 bits in {self.channels} channels")
-        image = image.convert("L" if self.channels == 1 else "RGB")
-        return self.processor(image, return_tensors="pt")["pixel_values"][0].float()
+            raise UserError(f"{name} cannot be read by the model's image processor ({reason(error)})") from error
 
 
 def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
@@ -141,7 +141,9 @@ def _processor(model: Path, fields: dict[str, Any]) -> tuple[Any, int, int]:
             scale = {"image_mean": [0.5] * channels, "image_std": [0.5] * channels, "do_convert_rgb": channels == 3}
             processor = BitImageProcessorPil(size={"shortest_edge": size}, crop_size=size, **scale)
     except Exception as error:  # whatever a file by others makes transformers raise
-        raise UserError(f"{model}: preprocessor_config.json makes no image processor ({reason(error)})") from error
+        raise UserError(
+            f"{model}: preprocessor_config.json makes no image processor ({reason(error)[:200]})"
+        ) from error
     return processor, channels, size
 
 
