@@ -42,8 +42,8 @@ def test_classifiers_are_compared_on_the_same_images(tmp_path, capsys) -> None:
     difference = record["models"]["model"]["scores"]["top1"]["difference"]
     assert difference["value"] == pytest.approx((sum(hits["model"]) - sum(hits["base"])) / 10)
     assert difference["interval"][0] <= difference["value"] <= difference["interval"][1]
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("base: top1 value ") and "top1 ratio " in said[1] and len(said) == 3
+    said = capsys.readouterr().out.splitlines()[-3:]  # others are of DeepSpeed
+    assert said[0].startswith("base: top1 value ") and "top1 ratio " in said[1]
 
 
 def test_errors_of_denoisers_are_loops_with_the_same_noise(tmp_path) -> None:
