@@ -114,7 +114,7 @@ def write_samples(samples: Tensor, folder: Path, label: str) -> None:
 
 @torch.no_grad()
 def features_of(network: nn.Module, images: ImageSet, numbers: Sequence[int], size: int) -> np.ndarray:
-    """The class token after a classifier's last layer, float64 `[B, F]`."""
+    """The class token after the last layer, float64 `[B, F]`."""
     device = next(network.parameters()).device
     batches = (images.batch(numbers[first : first + size]).to(device) for first in range(0, len(numbers), size))
     return torch.cat([network.base_model(batch).last_hidden_state[:, 0].cpu() for batch in batches]).double().numpy()
@@ -131,6 +131,8 @@ def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
 
 def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any]:
     """Score models on images and draw samples; return the content of ``report.json``.
+
+    Models without classes are scored by the cosine of their class token to the first model's.
 
     Raises:
         UserError: an option has no meaning for images, or a model, the images or the output folder cannot be used.
@@ -149,14 +151,20 @@ def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any
     check_output_folder(options.output_dir, options.overwrite, [place, *models.values()])
     record: dict[str, Any] = {"command": command_line, "images": place, "models": {}}
     scores: dict[str, dict[str, np.ndarray]] = {}
+    first: np.ndarray | None = None
     with lock_folder(options.output_dir), new_folder(options.output_dir, options.overwrite) as folder:
         for label, name in models.items():
             network = load_model(Path(name)).to(device)
-            if not is_denoiser(network) and not hasattr(network, "classifier"):
-                raise UserError(f"{name} has no classes to score; give it a classifier and train that")
-            images = open_images(place, Path(name), labelled=not is_denoiser(network))
+            images = open_images(place, Path(name), labelled=hasattr(network, "classifier"))
             numbers = images.spread(options.limit or len(images))
-            scores[label] = own = score_images(network, images, numbers, size)
+            if is_denoiser(network) or hasattr(network, "classifier"):
+                own = score_images(network, images, numbers, size)
+            else:
+                tokens = features_of(network, images, numbers, size)
+                tokens /= np.linalg.norm(tokens, axis=1, keepdims=True)
+                first = tokens if first is None else first
+                own = {"cosine": (tokens * first).sum(1)}
+            scores[label] = own
             if own.keys() != (base := next(iter(scores.values()))).keys():
                 raise UserError(f"{name} is another kind of model than {next(iter(models.values()))}")
             found = {"place": name, "count": len(numbers), "scores": {key: paired(own[key], base[key]) for key in own}}

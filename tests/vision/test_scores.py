@@ -8,10 +8,12 @@ import torch
 from PIL import Image
 from tiny_images import ROUTED, SIZE, save_dit, save_vit, write_idx
 
+import moh_llm
 from moh_llm.cli import main
 from moh_llm.evaluation.images import frechet_distance, paired, score_images
 from moh_llm.vision import load_model
 from moh_llm.vision.images import open_images
+from moh_llm.vision.modeling_moh_vit import MoHViTModel
 from moh_llm.vision.prediction import add_noise
 
 
@@ -44,6 +46,22 @@ def test_classifiers_are_compared_on_the_same_images(tmp_path, capsys) -> None:
     assert difference["interval"][0] <= difference["value"] <= difference["interval"][1]
     said = capsys.readouterr().out.splitlines()[-3:]  # others are of DeepSpeed
     assert said[0].startswith("base: top1 value ") and "top1 ratio " in said[1]
+
+
+def test_models_without_classes_are_compared_by_their_class_token(tmp_path) -> None:
+    images, folders = write_idx(tmp_path / "images", 6), {}
+    for name, active in (("base", 4), ("moh", 2)):
+        config = load_model(save_vit(tmp_path / "vit", **ROUTED | {"num_active_heads": active})).config
+        torch.manual_seed(0)
+        MoHViTModel(config).save_pretrained(tmp_path / name)
+        folders[name] = load_model(tmp_path / name)
+    record = moh_llm.evaluate(tmp_path / "moh", base=tmp_path / "base", data_dir=images, output_dir=tmp_path / "r")
+    pixels = open_images(str(images), tmp_path / "moh").batch(range(6))
+    with torch.no_grad():
+        own, base = (folders[name](pixels).last_hidden_state[:, 0] for name in ("moh", "base"))
+    expected = torch.cosine_similarity(own, base).mean().item()
+    assert record["models"]["model"]["scores"]["cosine"]["value"]["value"] == pytest.approx(expected, abs=1e-6)
+    assert expected < 1 - 1e-5 and record["models"]["base"]["scores"]["cosine"]["value"]["value"] == pytest.approx(1)
 
 
 def test_errors_of_denoisers_are_loops_with_the_same_noise(tmp_path) -> None:
