@@ -23,7 +23,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from moh_llm import vision
-from moh_llm.claims import calibration_text
 from moh_llm.conversion.base import FORGOTTEN, MOH_FIELDS, BaseCheckpoint, accompanying, locate
 from moh_llm.conversion.calibrate import HELD_OUT, fit_layer, join_sample, make_fitter, recording
 from moh_llm.conversion.checkpoint import write_description, write_weights
@@ -251,14 +250,14 @@ def describe(record: Conversion, folder: Path) -> list[str]:
         f"on by layer: {' '.join(map(str, active))}",
         f"router {fields['router_type']}, fallback {fields['head_fallback']}",
         f"all heads on: the output is the base's, bit for bit, on {found.images} held-out images",
-        f"as planned: squared error {found.error:.1%} of the variance of the base's output",
+        f"as planned: squared error {found.error:.2%} of the variance of the base's output",
     ]
-    if record.calibration:
-        lines.insert(3, calibration_text(record))
+    if read := record.calibration:
+        lines.insert(3, f"fitted to {read.tokens:,} tokens of {', '.join(read.tokens_of_source)}")
     if found.kl is not None:
         lines.append(f"KL to the base {found.kl:.3g} nats, same class for {found.same_class:.1%} of the images")
     if found.by_timestep:
-        lines.append(f"by quarter of the timesteps: {', '.join(f'{error:.1%}' for error in found.by_timestep)}")
+        lines.append(f"by quarter of the timesteps: {', '.join(f'{error:.2%}' for error in found.by_timestep)}")
     return lines
 
 
