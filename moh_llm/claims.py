@@ -66,7 +66,9 @@ def verdict(report: EvaluationRecord, label: str, called: str | None = None) -> 
         if kept and kept.share is not None:
             above = "" if kept.over == kept.total else f" on {kept.over} of them"
             text += f", and {kept.share:.1f} % of its margin over chance ({_spread(kept)}){above}"
-    return f"{_caution(report)}{text}."
+    if report.limit is not None:
+        return f"ONLY {report.limit} ITEM{'S' if report.limit > 1 else ''} A TASK (--limit): {text}."
+    return f"ONLY PART OF THE ITEMS: {text}." if report.partial_data else f"{text}."
 
 
 def _spread(share: Share) -> str:
@@ -75,18 +77,6 @@ def _spread(share: Share) -> str:
     if share.interval is None:
         return "interval not known"
     return f"95 % interval {share.interval[0]:.1f} to {share.interval[1]:.1f} %"
-
-
-def _caution(report: EvaluationRecord) -> str:
-    """What limits the figures of a verdict; empty if nothing does."""
-    if report.limit is not None:
-        return f"ONLY {report.limit} ITEM{'S' if report.limit > 1 else ''} A TASK (--limit): "
-    parts = [
-        f"{row.name} {min(figures.items for figures in row.scores.values())} of {row.items_in_full}"
-        for row in report.benchmarks
-        if row.name in report.partial_data
-    ]
-    return f"ONLY PART OF THE ITEMS ({', '.join(parts)}): " if parts else ""
 
 
 def warnings(report: EvaluationRecord) -> list[str]:
