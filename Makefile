@@ -7,7 +7,7 @@
 # make mutants      puts faults into a copy of the package and sees a test find each
 # make results PAGE=speed
 #                   writes a page of docs/results from its record, and prints the commands that measured it
-# make results-check BASE=DIR STORIES=DIR CORPORA=DIR BENCHMARKS=DIR
+# make results-check BASE=DIR STORIES=DIR CORPORA=DIR BENCHMARKS=DIR VISION=DIR
 #                   measures a small part of these records again and compares; without a folder what needs it is
 #                   left out
 # make reference    writes docs/reference.md from the declarations of the options

@@ -10,8 +10,8 @@ takes the place of `table` where a page has several: tables, and `lines` of text
 runs with these keys:
 
 - needs: variables that the commands read. BASE is the SmolLM2-135M of the quick start, STORIES stories260K, CORPORA a
-  folder per source (data_mixtures/paper_local.yaml), BENCHMARKS data of benchmarks (evaluate --data-dir). Without them
-  the run is named and left out.
+  folder per source (data_mixtures/paper_local.yaml), BENCHMARKS data of benchmarks (evaluate --data-dir), VISION what
+  `benchmarks/vision_data.py` writes. Without them the run is named and left out.
 - commands: run in the repository's root, one after the other; $WORK is an empty folder.
 - figures: `pattern`, a regular expression, finds the figure in what they print, as its one group. It must be `value`,
   or the first number of `cell`, within `tolerance`. `slice` says of which documents a `value` is.
