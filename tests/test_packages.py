@@ -25,6 +25,8 @@ def test_extras_and_copied_files_exist() -> None:
             assert set(extras.split(",")) <= set(settings["options.extras_require"]), extras
     copied = [name for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE.read_text(), re.M) for name in line.split()]
     assert len(copied) > 8 and all((ROOT / name).exists() for name in copied)
+    sent = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert set(sent) == set(copied)
 
 
 def test_only_a_tag_publishes_and_only_the_last_job_may() -> None:

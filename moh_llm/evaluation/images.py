@@ -30,12 +30,19 @@ GRID = 8  # samples a side
 
 
 @torch.no_grad()
-def score_images(network: nn.Module, images: ImageSet, numbers: Sequence[int], size: int) -> dict[str, np.ndarray]:
+def score_images(
+    network: nn.Module, images: ImageSet, numbers: Sequence[int], size: int, tokens: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
     """The scores of each image: of a classifier `top1` and `top5`, of a DiT the squared `error` to the noise.
 
     A DiT's error is also given by bands of timesteps, such as `error_200_399`. Timesteps and noise of an image depend
-    on its place in ``numbers`` alone, so that they are the same for all models.
+    on its place in ``numbers`` alone, so that they are the same for all models. Models without classes have the
+    `cosine` of their class `token` to ``tokens`` `[B, F]`, by default their own.
     """
+    if not is_denoiser(network) and not hasattr(network, "classifier"):
+        own = features_of(network, images, numbers, size)
+        own /= np.linalg.norm(own, axis=1, keepdims=True)
+        return {"token": own, "cosine": (own * (own if tokens is None else tokens)).sum(1)}
     device, found, width = next(network.parameters()).device, [], TIMESTEPS // BANDS
     for first in range(0, len(numbers), size):
         rows = numbers[first : first + size]
@@ -49,9 +56,8 @@ def score_images(network: nn.Module, images: ImageSet, numbers: Sequence[int], s
         draws = [torch.Generator().manual_seed(first + row) for row in range(len(rows))]
         errors = []
         for band in range(BANDS):
-            timestep = torch.cat(
-                [torch.randint(band * width, (band + 1) * width, (1,), generator=draw) for draw in draws]
-            )
+            bounds = band * width, (band + 1) * width, (1,)
+            timestep = torch.cat([torch.randint(*bounds, generator=draw) for draw in draws])
             noise = torch.stack([torch.randn(pixels.shape[1:], generator=draw) for draw in draws])
             batch = {"hidden_states": add_noise(pixels, noise, timestep), "timestep": timestep, "class_labels": labels}
             output = predict(network, {name: part.to(device) for name, part in batch.items()})[0].cpu()
@@ -132,8 +138,6 @@ def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
 def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any]:
     """Score models on images and draw samples; return the content of ``report.json``.
 
-    Models without classes are scored by the cosine of their class token to the first model's.
-
     Raises:
         UserError: an option has no meaning for images, or a model, the images or the output folder cannot be used.
     """
@@ -142,33 +146,22 @@ def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any
             raise UserError(f"{name} has no meaning for models of images; leave it out")
     if options.data_dir is None:
         raise UserError("models of images are scored on images: name them as data_dir")
-    place, models, device = (
-        str(options.data_dir),
-        label_models(options.models, options.base),
-        choose_device(options.device),
-    )
-    size = 64 if options.batch_size == "auto" else options.batch_size
+    place, models = str(options.data_dir), label_models(options.models, options.base)
+    device, size = choose_device(options.device), 64 if options.batch_size == "auto" else options.batch_size
     check_output_folder(options.output_dir, options.overwrite, [place, *models.values()])
     record: dict[str, Any] = {"command": command_line, "images": place, "models": {}}
-    scores: dict[str, dict[str, np.ndarray]] = {}
-    first: np.ndarray | None = None
+    first: dict[str, np.ndarray] = {}
     with lock_folder(options.output_dir), new_folder(options.output_dir, options.overwrite) as folder:
         for label, name in models.items():
             network = load_model(Path(name)).to(device)
             images = open_images(place, Path(name), labelled=hasattr(network, "classifier"))
             numbers = images.spread(options.limit or len(images))
-            if is_denoiser(network) or hasattr(network, "classifier"):
-                own = score_images(network, images, numbers, size)
-            else:
-                tokens = features_of(network, images, numbers, size)
-                tokens /= np.linalg.norm(tokens, axis=1, keepdims=True)
-                first = tokens if first is None else first
-                own = {"cosine": (tokens * first).sum(1)}
-            scores[label] = own
-            if own.keys() != (base := next(iter(scores.values()))).keys():
+            own = score_images(network, images, numbers, size, first.get("token"))
+            first = first or own
+            if own.keys() != first.keys():
                 raise UserError(f"{name} is another kind of model than {next(iter(models.values()))}")
-            found = {"place": name, "count": len(numbers), "scores": {key: paired(own[key], base[key]) for key in own}}
-            record["models"][label] = found
+            compared = {key: paired(own[key], first[key]) for key in own if key != "token"}
+            record["models"][label] = found = {"place": name, "count": len(numbers), "scores": compared}
             if not options.samples or not is_denoiser(network):
                 continue
             if network.config.in_channels not in (1, 3):

@@ -81,6 +81,8 @@ def read_run(folder: Path) -> TrainingRun:
         fault = "holds no run.json" if folder.is_dir() else "is not a folder"
         raise UserError(f"{folder} {fault}; name a folder that moh-llm train made")
     record = RunRecord.read(folder / "run.json")
+    if record.config.get("images"):
+        raise UserError(f"{folder} is a run on images, of which no report is made; log.jsonl has its losses and scores")
     return TrainingRun(folder, record, *_read_log(folder / "log.jsonl"))
 
 

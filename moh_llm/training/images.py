@@ -68,13 +68,7 @@ class ImageStream(SequenceStream):
 
 
 class ImageStep(nn.Module):
-    """The losses of a micro-batch.
-
-    Args:
-        student: a classifier, a backbone or a DiT, dense or MoH.
-        teacher: what it is compared with, frozen; None: labels or noise are its target.
-        config: the recipe.
-    """
+    """The losses of a micro-batch: a student's, to a frozen teacher or, without one, to labels or noise."""
 
     def __init__(self, student: nn.Module, teacher: nn.Module | None, config: TrainConfig):
         super().__init__()
@@ -151,7 +145,7 @@ class ImageTraining(Training):
         return ModelMark(sha256=identify(config.model).sha256)
 
     def check_again(self) -> None:
-        """Say that a run is finished."""
+        """Images are not checked again."""
         self.say(f"{self.run.folder} holds this run, finished after {self.config.max_steps} steps; nothing to do")
 
     def prepare(self) -> None:
@@ -160,8 +154,8 @@ class ImageTraining(Training):
         if accelerator.distributed_type not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise UserError("models of images are trained by one process or ddp; choose another accelerate config")
         network, kind = load_model(Path(config.model)), config.objective.kind
-        if kind != "distillation" and is_denoiser(network) != (kind == "noise"):
-            raise UserError(f"objective.kind={kind} is not for {type(network).__name__}; DiTs learn from noise")
+        if not {"noise": is_denoiser(network), "cross_entropy": hasattr(network, "classifier")}.get(kind, True):
+            raise UserError(f"objective.kind={kind} is not for a {type(network).__name__}; set another one")
         for name, weight in network.named_parameters():  # nothing masks patches; DDP waits for every gradient
             weight.requires_grad_((is_routing_weight(name) or not config.freeze_base) and "mask_token" not in name)
         if not (weights := trained_weights(network)):

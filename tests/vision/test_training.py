@@ -188,6 +188,7 @@ def test_a_killed_run_resumes_bit_for_bit(kind, tmp_path, images, monkeypatch) -
     ]
     assert logs[0] == logs[1] and [line["step"] for line in logs[0]] == [0, 1, 2, 3, 4]
     assert moh_llm.train(cut) == record  # nothing to do
+    assert main(["report", str(tmp_path / "cut")]) == 2 and not (tmp_path / "cut/report.md").exists()
 
     # What is saved is the moving average of the weights after each step.
     average = weights_of(model)
@@ -281,7 +282,7 @@ def test_a_dit_on_latents_reads_them_from_a_file(tmp_path) -> None:
     [
         ({"lora": {}}, "lora has no meaning for images"),
         ({"data__sequence_length": 64}, "data.sequence_length has no meaning for images"),
-        ({"objective__kind": "noise"}, "objective.kind=noise is not for MoHViTForImageClassification"),
+        ({"objective__kind": "noise"}, "objective.kind=noise is not for a MoHViTForImageClassification"),
         ({"images__train": "nowhere/at/all"}, "nowhere/at/all does not exist"),
     ],
 )
