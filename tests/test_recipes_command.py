@@ -104,7 +104,7 @@ def test_a_wheel_holds_them_and_runs_the_quick_start(make_llama, tmp_path) -> No
     assert (here / "out" / "report" / "report.html").is_file() and (here / "out" / "heads.html").is_file()
     assert "tuned goes on:" in said
     # A recipe is found by its name where no file has it.
-    more = ("--model", here / "out" / "moh", "--max_steps", "1", "--data.batch_size", "2", "--output_dir", here / "run")
+    more = ("--model", here / "out" / "moh", "--max_steps", "2", "--data.batch_size", "2", "--output_dir", here / "run")
     python("-m", "moh_llm.cli", "train", "recipes/smollm2_recovery.yaml", *more, PYTHONPATH=str(site))
     assert (here / "run" / "model" / "config.json").is_file()
 
