@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import moh_llm
 from moh_llm.conversion.images import _attention, _batches, _samples
@@ -126,6 +127,18 @@ def test_a_sample_tells_how_an_error_changes_a_prediction(family, base_of, image
         expected = ((changed[1] - changed[0]) / (2 * step))[3::4]  # of the images that are held out
         found = (sample.gradients.unflatten(0, (4, tokens)) * error[3::4]).sum((1, 2))
         torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03 * float(expected.abs().max()))
+
+
+def test_a_dit_on_latents_is_converted(tmp_path):
+    torch.manual_seed(0)
+    size = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 2, "sample_size": 4, "out_channels": 8}
+    model = pytest.importorskip("diffusers").DiTTransformer2DModel(**size, num_embeds_ada_norm=3)
+    model.save_pretrained(tmp_path / "base")
+    latents = {"images": torch.randn(40, 4, 4, 4), "labels": torch.arange(40) % 3}
+    save_file(latents, tmp_path / "latents.safetensors")
+    record = moh_llm.convert(tmp_path / "base", tmp_path / "moh", calibration=tmp_path / "latents.safetensors")
+    assert record.images.equals_base and len(record.images.by_timestep) == 4
+    assert record.calibration.tokens == 32 * 4  # patches of 4/5 of the images
 
 
 def test_router_none_and_the_papers_preset_convert_also_a_converted_model(base_of, images, tmp_path, capsys):
