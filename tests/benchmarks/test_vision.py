@@ -163,8 +163,10 @@ def test_a_probe_tells_classes_apart_and_standardises():
 def test_answers_are_kept_as_they_are():
     right = torch.rand(21, generator=torch.Generator().manual_seed(0)) < 0.5
     assert vision.unpacked(vision.packed(right), 21).tolist() == right.double().tolist()
-    rows = list(vision.probe_table({"a": {"own": "f0"}, "b": {"own": "c0"}}, ["a", "b"], 8))
-    assert rows[0].startswith("a | own | 50.00 | |") and rows[1].startswith("b | own | 25.00 | -25.00 (")
+    found = {name: dict.fromkeys(vision.KINDS, digits) for name, digits in (("a", "f0"), ("b", "c0"))}
+    rows = list(vision.probe_table(found, ["a", "b"], 8))[::2]
+    assert rows[0].startswith("a | linear probe | 50.00 | |")
+    assert rows[1].startswith("b | linear probe | 25.00 | -25.00 (")
     assert rows[1].endswith("| 50.0 % of the base's")
 
 
