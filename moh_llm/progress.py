@@ -26,4 +26,5 @@ class TextProgress(tqdm):  # type: ignore[type-arg]
         self._read[name] += tokens
         told = f"{self._what} {name}: {self._read[name]:,.0f} of {self._tokens:,} tokens"
         self.set_description_str(told, refresh=False)
-        self.update(self._passes[name] * tokens / self._tokens)
+        work = self._passes[name] * tokens / self._tokens
+        self.update(min(work, self.total - self.n))  # a sum of fractions may be just above the whole

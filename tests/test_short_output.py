@@ -55,7 +55,7 @@ def test_convert_with_all_that_it_can_say(tmp_path: Path, capsys: pytest.Capture
     convert.print_conversion(Conversion.parse(content, "record"), tmp_path)
     said = capsys.readouterr().out.replace(str(tmp_path), "out/moh")
     check_lines(said)
-    assert "reads 48.3% of the keys" in said and "asked for 49.1% of the base's keys in 8,192 tokens" in said
+    assert "reads 48.3% of the keys" in said and "the plan reads 49.1% of the base's keys in 8,192 tokens" in said
 
 
 def test_train_with_many_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

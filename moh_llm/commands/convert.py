@@ -64,8 +64,8 @@ def print_conversion(record: "Conversion", output: Path) -> None:
     spread = "" if len(set(active)) == 1 else f", {min(active)} to {max(active)} by layer"
     mean, layers = f"{sum(active) / len(active):.4g}", len(active)
     say(
-        f"{record.base.label}: {layers} layers of {heads} heads, {mean} asked for{spread}",
-        f"asked for {plan.keys_read:.1%} of the base's keys in {plan.context:,} tokens",
+        f"{record.base.label}: {layers} layers of {heads} heads, {mean} on{spread}",
+        f"the plan reads {plan.keys_read:.1%} of the base's keys in {plan.context:,} tokens",
     )
     if added := record.vocabulary:
         say(f"{added.new_tokens} new tokens")
@@ -75,9 +75,10 @@ def print_conversion(record: "Conversion", output: Path) -> None:
         _print_proof(record.verification, heads)
     else:
         say("nothing was verified (--heldout-tokens 0)")
+    recipe = "routers" if config.router_type == "threshold" else "smollm2_recovery"
     say(
         f"{record.seconds:.1f} s on {record.device}, in {record.compute_dtype}; written to {output}",
-        f"next: moh-llm train recipes/smollm2_recovery.yaml --model {shlex.quote(str(output))} "
+        f"next: moh-llm train recipes/{recipe}.yaml --model {shlex.quote(str(output))} "
         f"--data.sequence_length {plan.context}",
     )
 

@@ -124,7 +124,7 @@ class HeadPlan:
         """Yield for each rule whether it holds, and its text. Later rules rely on earlier ones."""
         layers, size = self.num_hidden_layers, self.heads_per_group
         rule = f"moh_format={self.moh_format}: this code reads formats up to {FORMAT}; load the model with "
-        rule += "trust_remote_code=True, by the code beside it, or pip install -U moh-llm"
+        rule += "trust_remote_code=True, by the code beside it, or update moh-llm"
         yield 1 <= self.moh_format <= FORMAT, rule
         for name, choices in CHOICES.items():
             value = getattr(self, name)
