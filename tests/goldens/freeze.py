@@ -311,8 +311,8 @@ def evaluate(folder: Path) -> dict[str, Any]:
     """The figures of a report on the base and the first conversion, whose charts are not rendered."""
     import moh_llm
 
-    def save(self: object, target: io.StringIO, **_: object) -> None:
-        target.write('<svg viewBox="0 0 1 1"></svg>')
+    def save(self: object, target: io.BytesIO, **_: object) -> None:
+        target.write(b'<svg viewBox="0 0 1 1"></svg>')
 
     with mock.patch("matplotlib.figure.Figure.savefig", save):
         moh_llm.evaluate(
