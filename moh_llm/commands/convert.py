@@ -99,4 +99,4 @@ def _print_proof(proof: "Verification", heads: int) -> None:
     if parts := [f"{part.start:,}: {part.kl:.4f}" for part in proof.by_position]:
         say(f"  KL from token {', '.join(parts)}")
     if right := [f"{found.task} {found.converted} (base {found.base}) of {found.asked}" for found in proof.retrieval]:
-        say(f"  out of sight: {', '.join(right)}")
+        say(f"  outside the window: {', '.join(right)}")

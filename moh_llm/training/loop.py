@@ -102,7 +102,7 @@ def train(
 class Training:
     """The phases of a run, in the order in which `train` calls them; attributes are what earlier phases found.
 
-    `moh_llm.vision.train` replaces what reads tokens.
+    `moh_llm.training.images` replaces what reads tokens.
     """
 
     mark = staticmethod(mark_model)  # what identifies the model that the run begins with

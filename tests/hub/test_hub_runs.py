@@ -67,7 +67,8 @@ def test_a_push_that_fails_is_no_failed_training_and_the_same_command_tries_agai
     sent = fake_hub.branches["org/moh"]["main"]
     assert set(sent) == {*(path.name for path in model.iterdir()), "run.json", ".gitattributes"}
     assert sent["model.safetensors"] == (model / "model.safetensors").read_bytes() and "README.md" in sent
-    assert b"The last run trained" in sent["README.md"]
+    lineage = next(row for row in sent["README.md"].decode().splitlines() if row.startswith("| 2 | "))
+    assert lineage.split(" | ")[3] == "4" and b"The last run trained" in sent["README.md"]  # its steps
     assert json.loads(sent["run.json"])["config"]["output_dir"] == "run"
     assert main(shlex.split(retry)[1:]) == 0  # the other way, which finds all of it there
 
