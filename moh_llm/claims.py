@@ -25,6 +25,13 @@ def calibration_text(conversion: Conversion) -> str:
     return f"The conversion was fitted to {calibration.tokens:,} tokens from: {', '.join(parts)}."
 
 
+def planned_heads(active: Sequence[float], heads: int, start: int) -> str:
+    """Heads that a plan has on, mean over layers, of `heads`, after the `start` first tokens of a document."""
+    spread = "" if len(set(active)) == 1 else f", {min(active)} to {max(active)} by layer"
+    late = f" after the first {start:,} tokens" if start else ""
+    return f"{sum(active) / len(active):.4g} of {heads} heads on{late}{spread}"
+
+
 # ---- a training run
 
 
@@ -68,6 +75,8 @@ def verdict(report: EvaluationRecord, label: str, called: str | None = None) -> 
             text += f", and {kept.share:.1f} % of its margin over chance ({_spread(kept)}){above}"
     if report.limit is not None:
         return f"ONLY {report.limit} ITEM{'S' if report.limit > 1 else ''} A TASK (--limit): {text}."
+    if model and not report.partial_data and not report.results(label):
+        return f"ONLY A SMOKE TEST, TOO SMALL TO TELL QUALITY: {text}."
     return f"ONLY PART OF THE ITEMS: {text}." if report.partial_data else f"{text}."
 
 
@@ -121,11 +130,6 @@ def all_heads_on_prompts(analysis: Mapping[str, Any], label: str) -> list[str]:
         f"In the last layer with a router, {label} had all heads on for every token of {', '.join(names)}: the first "
         f"{start:,} tokens of a document use all heads, so these scores say little about the head plan."
     ]
-
-
-def mean_heads_on(loads: Sequence[Sequence[float]]) -> float:
-    """Heads on per token, averaged over layers, from the share of tokens that have each head of a layer on."""
-    return sum(sum(load) for load in loads) / len(loads)
 
 
 def _one_line(text: str) -> str:

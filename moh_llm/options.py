@@ -131,6 +131,8 @@ def _rule(fault: Any) -> str:
     own = fault.get("ctx", {}).get("error")
     told = fault["msg"].removeprefix("Input should be ") if own is None else str(own)
     told = told.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    if fault.get("ctx", {}).get("le") == 1 and 1 < fault["input"] <= 100:
+        told += f" (for {fault['input']:g} % use {fault['input'] / 100:g})"
     return told.replace("tuple", "list")
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from moh_llm.conversion.base import locate
+from moh_llm.data.tokenizer import open_tokenizer, rows_beside
 from moh_llm.errors import UserError
+from moh_llm.evaluation.models import check_model
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.identity import hash_plan, hash_weights, identify
 from moh_llm.records.model import may_be_hub_id, read_weight_map
@@ -52,7 +55,10 @@ def test_hub_ids(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)
     assert all(map(may_be_hub_id, ("gpt2", "meta-llama/Llama-3.2-1B")))
-    assert not any(map(may_be_hub_id, ("./gone", "/gone", "~/gone", "a/b/c", "out/gone", "gone/")))
+    assert not any(map(may_be_hub_id, ("./gone", "/gone", "~/gone", "a/b/c", "out/gone", "gone/", "BASE", "FOLDER")))
+    for ask in (locate, check_model, open_tokenizer, rows_beside):  # without a request to the Hub
+        with pytest.raises(UserError, match="folder BASE does not exist; name a model's folder or a Hub id"):
+            ask("BASE")
 
 
 def test_hashes_follow_tensors_and_identities_their_settings(make_llama, tmp_path):

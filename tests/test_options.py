@@ -68,7 +68,7 @@ def test_texts_are_the_words_of_the_recipe(tmp_path, word) -> None:
         ("bases: b\n", "unknown option 'bases'; the nearest one is 'base'"),
         ("num_active_heads: [6, 7]\n", "num_active_heads=[6, 7] must be a valid integer"),
         ("router: top_k\n", "router=top_k must be 'linear', 'threshold'"),
-        ("keys: 1.5\n", "keys=1.5 must be at most 1"),
+        ("keys: 50\n", "keys=50 must be at most 1 (for 50 % use 0.5)"),
         ("context: .nan\n", "context=nan must be"),
         ("base: {a: 1}\n", "must be a path or Hub id"),
         ('base: "a\\0b"\n', "must be a path in UTF-8 without NUL characters"),
@@ -125,7 +125,7 @@ def test_a_removed_option_names_what_does_its_work(tmp_path, capsys, command, na
 def test_keyword_arguments_are_checked_likewise(tmp_path) -> None:
     for call, message in (
         (lambda: moh_llm.convert("b", tmp_path / "o", num_heads=3), "convert: unknown option 'num_heads'; the nearest"),
-        (lambda: moh_llm.convert("b", tmp_path / "o", active_ratio=0.5), "convert: active_ratio was removed: keys"),
+        (lambda: moh_llm.convert("b", tmp_path / "o", verify=False), "convert: verify was removed: heldout_tokens"),
         (lambda: moh_llm.evaluate("b", output_dir=tmp_path / "o", limit=0), "evaluate: limit=0 must be greater than 0"),
         (lambda: ConversionConfig(base="b", output_dir="o", context="many"), "context=many must be a valid integer"),
     ):

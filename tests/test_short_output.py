@@ -55,7 +55,26 @@ def test_convert_with_all_that_it_can_say(tmp_path: Path, capsys: pytest.Capture
     convert.print_conversion(Conversion.parse(content, "record"), tmp_path)
     said = capsys.readouterr().out.replace(str(tmp_path), "out/moh")
     check_lines(said)
-    assert "reads 48.3% of the keys" in said and "the plan reads 49.1% of the base's keys in 8,192 tokens" in said
+    assert "planned: 17.5 of 32 heads on after the first 260 tokens, 8 to 31 by layer" in said
+    assert "  reads 49.1% of the base's keys in 8,192 tokens" in said
+    assert "  24.02 of 32 heads on, reads 48.3% of the base's keys" in said
+
+
+@pytest.mark.parametrize(
+    ("context", "router", "recipe"),
+    [(512, "threshold", "routers"), (8192, "threshold", "smollm2_long"), (8192, "query_norm", "smollm2_recovery")],
+)
+def test_the_next_recipe_fits_the_context(
+    context: int, router: str, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fallback = "local" if router == "threshold" else "none"
+    MoHLlamaConfig(router_type=router, head_fallback=fallback, num_active_heads=24).save_pretrained(tmp_path)
+    content = {"base": {"name": "a", "revision": None, "dense_sha256": "0"}, "plan": {"preset": None}}
+    content["plan"] |= {"context": context, "keys_read": 0.5}
+    content |= {"device": "cpu", "compute_dtype": "float32", "seconds": 1.0}
+    convert.print_conversion(Conversion.parse(content, "record"), tmp_path)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f" recipes/{recipe}.yaml " in last and last.endswith(f"--data.sequence_length {context}")
 
 
 def test_train_with_many_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def analyse(
         "heads": model.config.num_attention_heads,
         "num_active": [router.num_active for router in model.routers],
         # The tokens of a document that have all heads on count in the loads below.
-        "all_heads_until": model.config.all_heads_until if model.config.head_fallback == "local" else 0,
+        "all_heads_until": model.config.all_heads_until,
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         **measure_load(model, {name: _batches(stream, row) for name, stream in streams.items()}),

@@ -57,15 +57,16 @@ def print_conversion(record: "Conversion", output: Path) -> None:
 
         say(*describe(record, output), f"{record.seconds:.1f} s on {record.device}; written to {output}")
         return
+    from moh_llm.claims import planned_heads
+    from moh_llm.conversion.convert import LONG_CONTEXT
     from moh_llm.modeling import MoHLlamaConfig
 
     config = MoHLlamaConfig.from_pretrained(output)
-    heads, active, plan = config.num_attention_heads, config.active_heads_per_layer, record.plan
-    spread = "" if len(set(active)) == 1 else f", {min(active)} to {max(active)} by layer"
-    mean, layers = f"{sum(active) / len(active):.4g}", len(active)
+    heads, plan = config.num_attention_heads, record.plan
     say(
-        f"{record.base.label}: {layers} layers of {heads} heads, {mean} on{spread}",
-        f"the plan reads {plan.keys_read:.1%} of the base's keys in {plan.context:,} tokens",
+        f"{record.base.label}: {config.num_hidden_layers} layers of {heads} heads",
+        f"planned: {planned_heads(config.active_heads_per_layer, heads, config.all_heads_until)}",
+        f"  reads {plan.keys_read:.1%} of the base's keys in {plan.context:,} tokens",
     )
     if added := record.vocabulary:
         say(f"{added.new_tokens} new tokens")
@@ -75,7 +76,8 @@ def print_conversion(record: "Conversion", output: Path) -> None:
         _print_proof(record.verification, heads)
     else:
         say("nothing was verified (--heldout-tokens 0)")
-    recipe = "routers" if config.router_type == "threshold" else "smollm2_recovery"
+    routers = "smollm2_long" if plan.context >= LONG_CONTEXT else "routers"  # long sequences: fewer of them
+    recipe = routers if config.router_type == "threshold" else "smollm2_recovery"
     say(
         f"{record.seconds:.1f} s on {record.device}, in {record.compute_dtype}; written to {output}",
         f"next: moh-llm train recipes/{recipe}.yaml --model {shlex.quote(str(output))} "
@@ -87,11 +89,11 @@ def _print_proof(proof: "Verification", heads: int) -> None:
     from moh_llm.intervals import show_documents, show_figure
 
     own = proof.converted
-    keys = "" if proof.keys_read is None else f"{proof.keys_read:.1%} of the keys, "
+    keys = "" if proof.keys_read is None else f", reads {proof.keys_read:.1%} of the base's keys"
     say(
         f"all heads on: every layer equals the base's, bit for bit ({proof.dtype})",
         f"on {proof.held_out_tokens:,} held-out tokens of {show_documents(proof.held_out_documents)} (95 % intervals):",
-        f"  reads {keys}{proof.heads_read:.4g} of {heads} heads",
+        f"  {proof.heads_read:.4g} of {heads} heads on{keys}",
         f"  perplexity {own.perplexity:.2f}, the base's {proof.base_perplexity:.2f}: "
         f"x {show_figure(own.perplexity_ratio, own.ratio_interval, '.3f')}",
         f"  KL to the base {show_figure(own.kl, own.kl_interval, '.4f')}, same top-1 token {own.top1_agreement:.1%}",

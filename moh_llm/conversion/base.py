@@ -18,7 +18,7 @@ from moh_llm.modeling.head_plan_moh import FORMAT
 from moh_llm.reading import expand_home, read_json
 from moh_llm.records.conversion import Base
 from moh_llm.records.identity import hash_weights
-from moh_llm.records.model import LICENCE_NAMES, is_image_model, may_be_hub_id, read_config, read_weight_map
+from moh_llm.records.model import LICENCE_NAMES, check_place, is_image_model, read_config, read_weight_map
 from moh_llm.records.tensors import check_tensors, is_routing_weight, matrix_dtype
 
 # model_type -> fields that the architecture implies without naming them in config.json.
@@ -150,7 +150,8 @@ def holds_image_model(name: str) -> bool:
     """Whether a folder or Hub id is of a model of images; False for what is no model. Of the Hub its config is read."""
     path, (hub_id, _, revision) = Path(expand_home(name), "config.json"), name.partition("@")
     try:
-        if not path.parent.is_dir() and may_be_hub_id(hub_id):
+        if not path.parent.is_dir():
+            check_place(hub_id)
             from huggingface_hub import hf_hub_download
 
             path = Path(hf_hub_download(hub_id, "config.json", revision=revision or None))
@@ -181,12 +182,11 @@ def locate(name: str, revision: str | None = None) -> tuple[Path, str | None]:
     if folder.is_dir():
         return folder, None
     hub_id, at, named = name.partition("@")
-    if at and named and may_be_hub_id(hub_id) and not folder.exists():
+    if at and named and not folder.exists():
         name, revision = hub_id, named
     if folder.exists():
         raise UserError(f"{name} is a file; name the folder that holds config.json and the weights")
-    if not may_be_hub_id(name):
-        raise UserError(f"folder {name} does not exist; name a model's folder or a Hub id such as owner/name")
+    check_place(name)
 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

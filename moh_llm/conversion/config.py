@@ -138,13 +138,8 @@ class ConversionConfig(PlanOptions):
 
     REMOVED: ClassVar[dict[str, str]] = {
         "output": "output_dir names the folder to make",
-        "attention_time": "keys states the budget as a share of the keys that are read",
-        "new_embeddings": "a new token's row is the mean of the rows of its pieces in the base's tokenizer",
-        "pad_to_multiple_of": "the rows of the embedding are always rounded up to a multiple of 64",
-        "active_ratio": "keys takes a share of the keys that are read, num_active_heads a number of heads",
         "verify": "heldout_tokens says how much text is verified, 0 for none",
         "revision": "BASE@REVISION names a revision on the Hub",
-        "link": "the base's weights are always copied",
         "push_to_hub": "moh-llm publish FOLDER --repo-id ORG/NAME publishes what was converted",
         "licence": "moh-llm publish FOLDER --repo-id ORG/NAME takes --licence",
     }

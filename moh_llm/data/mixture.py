@@ -23,7 +23,6 @@ _REMOVED = {
     "urls": "write the addresses into a file, one per line, and name it as url_list",
     "format": "the ending of a file's name decides; rename or link the file",
     "max_epochs": "moh-llm doctor and mixture show print the passes through each source",
-    "chat_date": "chat templates always write 26 July 2024 for today",
 }
 _Made = TypeVar("_Made")
 

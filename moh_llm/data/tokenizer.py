@@ -12,6 +12,7 @@ from tokenizers import Encoding, Tokenizer
 from moh_llm.data.chat import ChatTemplate, ChatText
 from moh_llm.errors import UserError, reason
 from moh_llm.reading import read_json
+from moh_llm.records.model import check_place
 from moh_llm.records.tokens import TokenizerRecord
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "
     """
     from transformers import AutoTokenizer
 
+    check_place(name_or_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):  # transformers would wait for a pipe
         if (place := Path(name_or_path) / file).exists() and not isinstance(read_json(place), dict):
             raise UserError(f"{place} is not a JSON object; copy the file from the model's source again")
@@ -52,9 +54,10 @@ def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "
 
 
 def rows_beside(name_or_path: str | Path) -> int | None:
-    """Rows of the embedding of the model in a folder or of a Hub id; None where no model is there."""
+    """Rows of the embedding of a model's folder or Hub id; None where no model is there. Raises as `check_place`."""
     from transformers import PreTrainedConfig
 
+    check_place(name_or_path)
     try:
         rows = PreTrainedConfig.get_config_dict(name_or_path)[0].get("vocab_size")
     # Nothing there, no network, no JSON: each an error of its own kind.

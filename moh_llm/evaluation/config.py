@@ -15,7 +15,6 @@ class EvaluationConfig:
     REMOVED: ClassVar[dict[str, str]] = {
         "output": "output_dir names the folder of the report",
         "model": "models names the folders or Hub ids to score",
-        "share_prefixes": "a larger batch_size shortens long prompts' scoring",
     }
 
     models: Places

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 
 from moh_llm.analysis.heads import heads_on
+from moh_llm.claims import planned_heads
 from moh_llm.data.mixture import EMBEDDED
 from moh_llm.data.sample import sample_mixture
 from moh_llm.data.windows import validation_batches
@@ -19,7 +20,7 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.charts import Axis, Chart, HeatMap, LineChart
 from moh_llm.evaluation.models import check_model, has_heads_off, load_moh
 from moh_llm.evaluation.rendering import Table, facts, html_templates
-from moh_llm.flops import distant_keys
+from moh_llm.flops import distant_keys, keys_read
 
 _TOKENS = 512  # of the built-in text, or more where a document's first tokens take more
 _COLUMNS = 128  # of a chart; a longer text is drawn as the means of groups of tokens
@@ -63,7 +64,7 @@ def inspect_model(model: str, text: str | None = None) -> Inspection:
     device = choose_device()
     network, tokenizer = load_moh(model, compute_dtype(device), device)
     config, longest = network.config, network.config.max_position_embeddings
-    start = config.all_heads_until if config.head_fallback == "local" else 0
+    start = config.all_heads_until
     if text is None:
         length = min(longest, max(_TOKENS, 2 * start))
         sources = sample_mixture(EMBEDDED, tokenizer, 0, length, window=length)
@@ -82,12 +83,14 @@ def inspect_model(model: str, text: str | None = None) -> Inspection:
     layers, heads = load.shape
     shared = sum(map(len, config.shared_heads_per_layer))
     routed = sum(len(config.routed_heads(layer)) for layer in range(layers)) if config.router_type != "none" else 0
-    late, never = (" after the first tokens" if start else ""), layers * heads - shared - routed
+    never, planned = layers * heads - shared - routed, keys_read(config, tokens)
+    late = f"; after the first {start:,} tokens {load.sum(1).mean():.4g}" if start else ""
     table = [
-        ("heads", f"{heads} in each of {layers} layers: {shared} always on, {routed} routed, {never} never on{late}"),
+        ("heads", f"{heads} in each of {layers} layers: {shared} always on, {routed} routed, {never} never on"),
+        ("planned", planned_heads(config.active_heads_per_layer, heads, config.all_heads_until)),
         ("text", f"{tokens:,} tokens" + (f"; the first {start:,} have all heads on" if start else "")),
-        ("heads on", f"{load.sum(1).mean():.4g} of {heads}{late}"),
-        ("keys read", f"{read.sum() / (positions + 1).sum():.1%} of those of all heads"),
+        ("heads on", f"{on.sum(2).mean():.4g} of {heads}{late}"),
+        ("keys read", f"{read.sum() / (positions + 1).sum():.1%} of the base's; planned {planned:.1%}"),
     ]
     # The layer in which most heads are on for some of the tokens.
     layer = int(((load > 0) & (load < 1)).sum(1).argmax())

@@ -8,7 +8,7 @@ from moh_llm.errors import UserError, reason
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
 from moh_llm.records.identity import FolderRecords
-from moh_llm.records.model import CONFIG, TOKENIZERS, may_be_hub_id, read_config, read_weight_map
+from moh_llm.records.model import CONFIG, TOKENIZERS, check_place, read_config, read_weight_map
 from moh_llm.records.seal import read_seal
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ def check_model(model: str) -> None:
         return
     if folder.exists():
         raise UserError(f"{model} is a file; name the model's folder")
-    if not may_be_hub_id(model):
-        raise UserError(f"{model} does not exist; name a model's folder or a Hub id such as owner/name")
+    check_place(model)
     from transformers import AutoConfig
 
     register_moh()

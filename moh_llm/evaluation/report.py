@@ -119,7 +119,7 @@ def run_charts(run: TrainingRun) -> list[Chart]:
         (f"KL to {name}", "nats per token", {"KL": "kl"}),
         ("Cross-entropy", "nats per token", {"cross-entropy": "cross_entropy"}),
         ("Heads per token, mean over layers", "heads", {"on": "heads_read"}),
-        ("Keys read", "share; dotted: asked", {"training text": "keys_read", "held-out text": "validation.keys_read"}),
+        ("Keys read", "share; dotted: plan", {"training text": "keys_read", "held-out text": "validation.keys_read"}),
         ("Multiplier of the keys read", "weight in the loss", {"multiplier": "keys_multiplier"}),
         ("Gradient before clipping", "l2 norm", {"norm": "gradient_norm"}),
     ]

@@ -176,14 +176,13 @@ def recipe(run: TrainingRun) -> Pairs:
 
 
 def keys_read(run: TrainingRun) -> str | None:
-    """The share of keys that a model was asked to read, and what it reads; None of a run without a budget of keys."""
+    """The share of keys that a run's budget plans, and what the model reads; None of a run without a budget."""
     record, scores = run.record, run.record.evaluation
     if record.keys_asked is None:
         return None
     read = {"training text": record.keys_calibrated, "held-out text": scores and scores.keys_read}
-    parts = [f"{share:.1%} of {text}" for text, share in read.items() if share is not None]
-    asked = f"asked for {record.keys_asked:.1%} of the base's in {run.recipe['data']['sequence_length']:,} tokens"
-    return f"{asked}; reads {', '.join(parts)}" if parts else asked
+    planned = f"planned {record.keys_asked:.1%} of the base's in {run.recipe['data']['sequence_length']:,} tokens"
+    return "; ".join([planned, *(f"read {share:.1%} of {text}" for text, share in read.items() if share is not None)])
 
 
 def objective(kind: str, teacher: ReferenceKind) -> str:

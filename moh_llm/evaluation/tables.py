@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_llm.claims import mean_heads_on
+from moh_llm.claims import planned_heads
 from moh_llm.evaluation.rendering import Table, facts
 from moh_llm.intervals import show_error, show_figure, show_number, within
 from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Figures, ModelRecord, Share, Value
@@ -87,19 +87,16 @@ def settings_table(record: EvaluationRecord) -> Table:
 
 
 def head_table(analyses: Mapping[str, dict[str, Any]]) -> Table:
-    """For each model the heads per token that its config asks for and that were on, and where it was timed."""
+    """For each model the heads per token that its config plans and that were on, and where it was timed."""
     rows = []
     for label, found in analyses.items():
-        asked, heads, on = found["num_active"], found["heads"], mean_heads_on(found["head_load"]["load"])
-        per_layer = str(asked[0]) if len(set(asked)) == 1 else f"{min(asked)} to {max(asked)}"
-        start = found["all_heads_until"]
-        per_layer += f" of {heads}" + (f" from token {start + 1:,} on" if start else "")
-        share = sum(asked) / (heads * len(asked))
-        tokens = f"{found['head_load']['tokens']:,}"
-        figures = [per_layer, f"{share:.1%}", f"{on:.4g}", f"{on / heads:.1%}", tokens]
+        heads, load = found["heads"], found["head_load"]["load"]
+        on = sum(map(sum, load)) / len(load)
+        planned = planned_heads(found["num_active"], heads, found["all_heads_until"])
+        figures = [planned, f"{on:.4g}", f"{on / heads:.1%}", f"{found['head_load']['tokens']:,}"]
         rows.append([label, *figures, f"{found['device']}, {found['dtype']}"])
     prompts = ["heads on, on the prompts", "of all", "tokens read"]
-    return Table(["model", "heads asked for per layer", "of all", *prompts, "timed on"], rows, text=7)
+    return Table(["model", "heads planned", *prompts, "timed on"], rows, text=6)
 
 
 def _model_facts(about: ModelRecord) -> dict[str, str]:

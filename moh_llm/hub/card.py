@@ -23,15 +23,13 @@ from moh_llm.hub.checks import CARD
 from moh_llm.hub.lineage import Licence, Lineage, check_terms, find_licence, is_hub_id, read_lineage
 from moh_llm.intervals import show_documents, show_figure, show_number
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.records.conversion import REFERENCES, RunEntry
-from moh_llm.records.evaluation import EvaluationRecord, Row, read_evaluation
+from moh_llm.records.conversion import REFERENCES, Conversion, RunEntry
+from moh_llm.records.evaluation import FEWEST_ITEMS, EvaluationRecord, read_evaluation
 from moh_llm.records.identity import identify
 from moh_llm.records.model import read_moh_config
 from moh_llm.records.run import Scores
 from moh_llm.records.seal import add_to_seal
 from moh_llm.records.tokens import read_tokens
-
-FEWEST_ITEMS = 100  # a score on fewer items is no result
 
 
 def build_card(
@@ -82,13 +80,13 @@ def build_card(
         lineage=lineage,
         conversion=made,
         run=run,
-        scores=run.record.evaluation if run else None,
+        scores=run.record.evaluation if run else made and _verified(made),
         kept=_kept(config, lineage),
         routes=config.router_type != "none" and routed,
         licence=found,
         report=report,
         label=label,
-        no_results=[row for row in scored if not _is_result(row, report)],
+        no_results=[row for row in scored if row not in report.results(label)],
         fewest_items=FEWEST_ITEMS,
         unrecorded=_unrecorded(lineage),
         versions=[f"{package} {version}" for package, version in versions.items() if version],
@@ -179,8 +177,7 @@ def _eval_results(report: EvaluationRecord, label: str) -> list[EvalResult]:
             metric_value=row.scores[label].value,
             verified=False,
         )
-        for row in report.benchmarks
-        if label in row.scores and _is_result(row, report)
+        for row in report.results(label)
     ]
     of_dataset = Counter(result.unique_identifier for result in results)
     for result in results:
@@ -188,11 +185,6 @@ def _eval_results(report: EvaluationRecord, label: str) -> list[EvalResult]:
         if of_dataset[result.unique_identifier] > 1:
             result.metric_name = f"{result.dataset_name}: {result.metric_name}"
     return results
-
-
-def _is_result(row: Row, report: EvaluationRecord) -> bool:
-    """Whether the scores of a benchmark cover all of its items, and enough of them."""
-    return report.limit is None and row.name not in report.partial_data and row.items_in_full >= FEWEST_ITEMS
 
 
 def _plain_name(value: str) -> str:
@@ -222,12 +214,12 @@ def _kept(config: MoHLlamaConfig, lineage: Lineage) -> Table:
     active, columns = sum(config.active_heads_per_layer) / config.num_hidden_layers, {}
 
     def add(
-        name: str, length: int | None, asked: float | None, on: float | None, scores: Scores | None
+        name: str, length: int | None, keys: float | None, on: float | None, scores: Scores | None
     ) -> dict[str, str]:
-        read, wanted = (show_number(share, ".1f", 100) for share in (scores and scores.keys_read, asked))
+        read, planned = (show_number(share, ".1f", 100) for share in (scores and scores.keys_read, keys))
         cells = columns[f"{name}, {show_number(length, ',')} tokens"] = {
-            "keys read (asked for), % of the base's": "-" if read == wanted == "-" else f"{read} ({wanted})",
-            f"heads on (asked for), of {config.num_attention_heads}": f"{show_number(on, '.4g')} ({active:.4g})",
+            "keys read (planned), % of the base's": "-" if read == planned == "-" else f"{read} ({planned})",
+            f"heads on (planned), of {config.num_attention_heads}": f"{show_number(on, '.4g')} ({active:.4g})",
         }
         if scores:
             ratio = show_figure(scores.ratio, scores.ratio_interval, "#.5g")
@@ -240,16 +232,8 @@ def _kept(config: MoHLlamaConfig, lineage: Lineage) -> Table:
         return cells
 
     if (made := lineage.conversion) and (plan := made.plan):
-        proof, scores = made.verification, None
-        if proof:
-            scores = Scores(
-                tokens=proof.held_out_tokens,
-                documents=proof.held_out_documents,
-                reference_perplexity=proof.base_perplexity,
-                keys_read=proof.keys_read,
-                **proof.converted.model_dump(exclude={"perplexity_ratio"}),
-            )
-        figures = add("as converted", plan.context, plan.keys_read, proof and proof.heads_read, scores)
+        proof = made.verification
+        figures = add("as converted", plan.context, plan.keys_read, proof and proof.heads_read, _verified(made))
         for part in proof.retrieval if proof else []:
             figures[f"{part.task}, right of {part.asked}"] = f"{part.converted}; the base {part.base}"
     if run := lineage.run:
@@ -259,6 +243,19 @@ def _kept(config: MoHLlamaConfig, lineage: Lineage) -> Table:
     names = dict.fromkeys(name for column in columns.values() for name in column)
     rows = [[name, *(column.get(name, "-") for column in columns.values())] for name in names]
     return Table(["", *columns], [row for row in rows if {*row[1:]} != {"-"}])
+
+
+def _verified(made: Conversion) -> Scores | None:
+    """The scores of a model as it was converted."""
+    proof = made.verification
+    return proof and Scores(
+        tokens=proof.held_out_tokens,
+        documents=proof.held_out_documents,
+        reference="base",
+        reference_perplexity=proof.base_perplexity,
+        keys_read=proof.keys_read,
+        **proof.converted.model_dump(exclude={"perplexity_ratio"}),
+    )
 
 
 def _unrecorded(lineage: Lineage) -> list[str]:

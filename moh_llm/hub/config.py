@@ -12,8 +12,6 @@ class PublishConfig:
     REMOVED: ClassVar[dict[str, str]] = {
         "run": "the run of RUN/model is found beside it",
         "force": "mend what the check or the proof names; `hf upload` publishes a folder unchecked",
-        "allow_other_code": "save the model with this version; `hf upload` publishes a folder unchecked",
-        "drop_records": "publish a copy without conversion.json, lineage.json and seal.json",
     }
 
     folder: Folder

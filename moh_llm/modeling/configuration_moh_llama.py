@@ -65,14 +65,13 @@ class MoHLlamaConfig(HeadPlan, LlamaConfig):
         self.complete_head_plan()
 
     def _formats(self) -> dict[int, bool]:
-        is_local = self.head_fallback == "local"
-        late = is_local and self.all_heads_until > self.local_window + self.local_sinks
+        late = self.all_heads_until > self.local_window + self.local_sinks
         return super()._formats() | {4: late, 5: self.num_local_experts > 0}
 
     @property
     def all_heads_until(self) -> int:
-        """Number of first tokens of a document that have all heads on, with local fallbacks."""
-        return max(self.local_start, self.local_window + self.local_sinks)
+        """Number of first tokens of a document that have all heads on: 0 but with local fallbacks."""
+        return max(self.local_start, self.local_window + self.local_sinks) if self.head_fallback == "local" else 0
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
         yield from super()._rules()

@@ -100,7 +100,7 @@ def print_table(converted: Conversion, tuned: RunRecord) -> None:
     documents = show_documents(proof.held_out_documents)
     table = Table(title=f"{proof.held_out_tokens} held-out tokens of {documents}, sequences of {plan.context} tokens")
     table.add_column("model")
-    for column in (f"keys read, {plan.keys_read:.0%} asked", "perplexity", "x base (95 %)", "KL to base (95 %)"):
+    for column in (f"keys read, {plan.keys_read:.0%} planned", "perplexity", "x base (95 %)", "KL to base (95 %)"):
         table.add_column(column, justify="right")
     table.add_row("base", "100 %", f"{proof.base_perplexity:.2f}", "1.000", "0")
     rows = {

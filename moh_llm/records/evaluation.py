@@ -10,6 +10,7 @@ from moh_llm.reading import read_json
 from moh_llm.records.base import Record
 
 VERSION = 2
+FEWEST_ITEMS = 100  # a score on fewer items is no result
 
 
 class Value(Record):
@@ -212,6 +213,11 @@ class EvaluationRecord(Record):
     def analyses(self) -> dict[str, dict[str, Any]]:
         """The head analyses that did not fail, by label."""
         return {label: found for label, found in self.analysis.items() if "error" not in found}
+
+    def results(self, label: str) -> list[Row]:
+        """The benchmarks on which a model's score covers all items, and at least `FEWEST_ITEMS` of them."""
+        rows = [row for row in self.benchmarks if label in row.scores and row.name not in self.partial_data]
+        return [row for row in rows if self.limit is None and row.items_in_full >= FEWEST_ITEMS]
 
     @property
     def described_models(self) -> list[str]:

@@ -19,11 +19,17 @@ LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 def may_be_hub_id(name: str) -> bool:
     """Whether to ask the Hub for a name that is no folder: ``name``, or ``owner/name`` without a folder ``owner``.
 
-    A mistyped path would otherwise wait for the network.
+    A mistyped path, or BASE copied from a page, would otherwise wait for the network.
     """
     owner, slash, rest = name.partition("/")
     plain = all(part and not part.startswith((".", "~", "-")) for part in ((owner, rest) if slash else (owner,)))
-    return plain and "/" not in rest and not (slash and Path(owner).exists())
+    return plain and "/" not in rest and (slash != "" or not name.isupper()) and not (slash and Path(owner).exists())
+
+
+def check_place(name: str | Path) -> None:
+    """Raise UserError for a name that is neither a folder nor `may_be_hub_id`."""
+    if not Path(name).is_dir() and not may_be_hub_id(str(name)):
+        raise UserError(f"folder {name} does not exist; name a model's folder or a Hub id such as owner/name")
 
 
 def licence_texts(folder: Path) -> list[Path]:

@@ -12,21 +12,10 @@ GateGradient = Literal["exact", "sampled", "none"]
 
 # Removed options, with what does their work.
 _REMOVED = {
-    "activation_offloading": "gradient_checkpointing keeps of each layer its input",
-    "data.dataloader_num_workers": "a thread reads the next batch while one is trained on",
-    "divergence": "a step whose loss or gradient is not finite is left out, and 5 in a row end the run",
-    "evaluation.batch_size": "held-out text is scored in batches of data.micro_batch_size sequences",
-    "gradient_checkpointing_every": "gradient_checkpointing recomputes every layer",
     "hub.licence": "the licence on record is taken; moh-llm publish --licence names one that is not",
-    "hub.milestones": "moh-llm checkpoint export makes a model of a checkpoint, and moh-llm publish publishes it",
     "hub.private": "create the repository as private on the Hub before the run; one that exists stays as it is",
-    "lora.dropout": "adapters have none",
-    "objective.layer_coefficient": "distillation compares next-token distributions alone",
-    "objective.temperature": "the distributions are compared as they are",
     "optimizer.betas": "AdamW has 0.9 and 0.95",
-    "optimizer.epsilon": "AdamW has PyTorch's, 1e-8",
     "output": "output_dir names the folder of the run",
-    "quantization": "lora trains adapters over weights in their own dtype; zero3 and fsdp2 divide these",
     "save_dtype": "weights are saved in the dtype of model, which moh-llm convert --dtype chooses",
     "schedule.anneal_steps": "objective.keys holds from the first step",
     "schedule.start_learning_rate": "warm-up rises from 1e-5",
@@ -124,7 +113,7 @@ class ObjectiveConfig:
     a DiT's squared error to the noise, with the variational term where it learns the variance."""
 
     keys: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the base's keys that threshold routers may read; null: what the conversion asked for. It is that of a
+    """Share of the base's keys that threshold routers may read; null: what the conversion planned. It is that of a
     document of `data.sequence_length` tokens, and the loss holds the routers at it."""
 
     balance_coefficient: NonNegativeFloat | None = None

@@ -61,7 +61,7 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
             "there is no teacher; convert with quantised scores or set objective.kind cross_entropy"
         )
     length, all_on = config.data.sequence_length, model.all_heads_until
-    if model.head_fallback == "local" and length <= all_on and (config.objective.has_teacher or config.freeze_base):
+    if length <= all_on and (config.objective.has_teacher or config.freeze_base):
         raise UserError(
             f"data.sequence_length={length}: model={folder} has all heads on for a document's first {all_on} tokens: "
             f"it equals its base there, and learns nothing; set data.sequence_length above {all_on} (see "

@@ -127,8 +127,7 @@ class TrainingStep(nn.Module):
 
     def all_heads_on(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Which tokens have all heads on because they are a document's first, bool, given their positions in it."""
-        config = self.network.config
-        return position_ids < (config.all_heads_until if config.head_fallback == "local" else 0)
+        return position_ids < self.network.config.all_heads_until
 
     @torch.no_grad()
     def _reference(self, inputs: dict[str, Any], counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,6 +35,12 @@ def test_part_of_the_data_comes_first(scores: Scores) -> None:
     assert found.startswith("ONLY PART OF THE ITEMS: ")
 
 
+def test_a_smoke_test_comes_first(scores: Scores) -> None:
+    few = {label: {name: values[:30] for name, values in found.items()} for label, found in scores.items()}
+    assert verdict(make_report(few, full=30), "model").startswith("ONLY A SMOKE TEST, TOO SMALL TO TELL QUALITY: ")
+    assert verdict(make_report(scores), "model").startswith("model scores ")
+
+
 def test_a_whole_evaluation_needs_no_warning(scores: Scores) -> None:
     assert warnings(make_report(scores)) == []
     assert len(warnings(make_report(scores, full=250))) == 1

@@ -10,6 +10,7 @@ from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.evaluation.charts import HeatMap
 from moh_llm.evaluation.inspection import inspect_model
+from moh_llm.flops import keys_read
 
 CHARTS = ("heads", "layers", "tokens", "keys")
 TEXT = "The river <b>was high</b> that spring, and the boats lay tied to the poplars below the mill. " * 2
@@ -41,7 +42,13 @@ def test_figures_are_those_of_a_loop(tiny_moh: Path) -> None:
     every, own = keys.series["all heads"], keys.series["this model"]
     assert every == [(token + 1, token + 1) for token in range(0, tokens, 2)]
     assert [keys for _, keys in own] == pytest.approx(read[::2])
-    assert dict(found.table.rows)["keys read"].startswith(f"{sum(read) / (tokens * (tokens + 1) / 2):.1%} of")
+    told, share = dict(found.table.rows), sum(read) / (tokens * (tokens + 1) / 2)
+    assert told["keys read"] == f"{share:.1%} of the base's; planned {keys_read(config, tokens):.1%}"
+    every_token, late = torch.stack(gates).sum(2), slice(config.all_heads_until, None)
+    on, after_first = every_token.double().mean(), every_token[:, late].double().mean()
+    first = f"; after the first {config.all_heads_until} tokens {after_first:.4g}"
+    assert told["heads on"] == f"{on:.4g} of {config.num_attention_heads}{first}"
+    assert told["planned"].startswith(f"{sum(config.active_heads_per_layer) / len(gates):.4g} of ")
     for gate, row in zip(gates, along.rows, strict=True):
         assert row[-1] == pytest.approx(gate[2 * (len(row) - 1) :].float().mean().item())
     layer = int(re.search(r"\d+", alone.title)[0])

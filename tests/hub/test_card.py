@@ -71,8 +71,11 @@ def test_a_converted_model(converted: Path) -> None:
     found, kept = record["verification"]["converted"], facts(sections["What it keeps"])
     perplexity = f"{found['perplexity']:#.5g}, {found['perplexity_ratio']:#.5g} times the base's"
     assert kept["perplexity"] == perplexity and kept["KL to the base"] == f"{found['kl']:#.3g}"
-    read, asked = (100 * record[part]["keys_read"] for part in ("verification", "plan"))
-    assert kept["keys read (asked for), % of the base's"] == f"{read:.1f} ({asked:.1f})"
+    read, planned = (100 * record[part]["keys_read"] for part in ("verification", "plan"))
+    assert kept["keys read (planned), % of the base's"] == f"{read:.1f} ({planned:.1f})"
+    of_base = record["verification"]["base_perplexity"]
+    told = f"perplexity {found['perplexity']:.2f}, the base's {of_base:.2f}; KL {found['kl']:.4f}"
+    assert f"On held-out text: {told}" in lead(card)
     assert "tuned" not in sections["What it keeps"] and "No training run is on record" in sections["How it was made"]
     assert "Licence: `mit`, according to LICENSE.txt of the base." in sections["Limits"]
 
@@ -95,7 +98,7 @@ def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
     scores = {"tokens": 500, "documents": 40, "perplexity": 22.0, "keys_read": 0.345}
     write_run(tuned.parent, "gone", record={"keys_asked": 0.33, "keys_calibrated": 0.331, "evaluation": scores})
     kept = facts(check_card(build_card(tuned, NAME))["What it keeps"])
-    assert kept["keys read (asked for), % of the base's"].endswith(" | 34.5 (33.0)")
+    assert kept["keys read (planned), % of the base's"].endswith(" | 34.5 (33.0)")
     assert kept["perplexity"].endswith(" | 22.000")
     record = {"status": "running", "data_read": None, "evaluation": None, "keys_asked": 0.33}
     write_run(tuned.parent, "gone", scores=0, record=record)
@@ -103,7 +106,7 @@ def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
     assert "**The run has not finished" in sections["How it was made"]
     kept = facts(sections["What it keeps"])
     assert kept["perplexity"].endswith(" | -")
-    assert kept["keys read (asked for), % of the base's"].endswith(" | - (33.0)")
+    assert kept["keys read (planned), % of the base's"].endswith(" | - (33.0)")
 
 
 def test_a_model_from_scratch(folder: Path, tmp_path: Path) -> None:
@@ -121,6 +124,7 @@ def test_an_evaluated_model(converted: Path, tmp_path: Path) -> None:
     record["errors"] = [{"model": "other", "benchmark": "A", "error": "no memory"}]
     folder = write_evaluation(tmp_path / "report", record)
     card = build_card(converted, NAME, evaluation=folder)
+    assert "**This model scores" in lead(card) and "smoke test" not in card
     assert card == build_card(converted, NAME, evaluation=folder / "report.json")
     sections = check_card(card)
     found = sections["Benchmarks"]
@@ -135,7 +139,12 @@ def test_an_evaluated_model(converted: Path, tmp_path: Path) -> None:
     write_evaluation(folder, record | {"limit": 2})
     card = build_card(converted, NAME, evaluation=folder)
     assert "> - **NOT COMPARABLE: --limit 2" in check_card(card)["Benchmarks"]
-    assert "**ONLY 2 ITEMS A TASK (--limit): This model scores" in lead(card)
+    assert "No benchmark was run beyond a smoke test" in lead(card) and "This model scores" not in lead(card)
+    few = [row | {"items_in_full": 30} for row in record["benchmarks"]]
+    card = build_card(converted, NAME, evaluation=write_evaluation(folder, record | {"benchmarks": few}))
+    assert "No benchmark was run beyond a smoke test" in lead(card) and "This model scores" not in lead(card)
+    assert lead(card).index("perplexity") < lead(card).index("smoke test")
+    assert "No benchmark of quality" in check_card(card)["Limits"]
     error = {"model": "model", "benchmark": "C", "error": "/Users/me/data is not there"}
     write_evaluation(folder, record | {"errors": [error]})
     found = check_card(build_card(converted, NAME, evaluation=folder))["Benchmarks"]
@@ -155,7 +164,7 @@ def test_local_fallbacks_have_all_heads_on_at_first(folder: Path, router: str) -
     plan |= {"head_fallback": "local", "local_start": 20, "never_on_heads": [[6, 7], [7]], "router_type": router}
     change(folder / "config.json", **plan)
     told = check_card(build_card(folder, NAME))["What it keeps"]
-    assert "The first 20 tokens of a document have all heads on." in told
+    assert "The first 20 tokens of a document have all heads on, which" in told
     assert "attends to the first 4 tokens, to the last 8, and" in told
     assert ("a router chooses" in told) == (router != "none")
 

@@ -101,6 +101,13 @@ def _perplexity(facts: Facts, path: str) -> list[Any]:
     return [perplexity, perplexity / reference, *facts.take(path, "ratio_interval")]
 
 
+def _of_base(facts: Facts) -> Expected:
+    """Perplexity, the base's, and the KL of the model that the card is about."""
+    path = _SAVED if facts.tuned else f"{_PROOF}.converted"
+    base = f"{_SAVED}.reference_perplexity" if facts.tuned else f"{_PROOF}.base_perplexity"
+    return [*facts.take(path, "perplexity"), facts.at(base), *facts.take(path, "kl", "kl_interval")]
+
+
 def _figures(path: str) -> str:
     return f"{path}.converted" if path == _PROOF else path
 
@@ -170,8 +177,8 @@ def _only(tuned: bool, expected: Callable[[Facts], Expected] = lambda facts: [])
 
 SAID: dict[str, Callable[[Facts], Expected]] = {
     "made from base": lambda facts: [2025],
-    "| keys read (asked for)": _both(_keys),
-    "| heads on (asked for), of": lambda facts: [HEADS, *_both(_heads)(facts)],
+    "| keys read (planned)": _both(_keys),
+    "| heads on (planned), of": lambda facts: [HEADS, *_both(_heads)(facts)],
     "| perplexity |": _both(_perplexity),
     "| KL to the base |": _both(lambda facts, path: facts.take(_figures(path), "kl", "kl_interval")),
     "| KL with all heads on |": _only(True, lambda facts: facts.take(_SAVED, "all_heads_kl")),
@@ -180,7 +187,9 @@ SAID: dict[str, Callable[[Facts], Expected]] = {
     "heads in each of": lambda facts: [HEADS, facts.records["config"]["num_hidden_layers"]],
     "tokens of a document have all heads on": _all_on_at_first,
     "A head that is off": _off,
+    "On held-out text: perplexity": _of_base,
     "This model ": _only(True, _verdict),
+    "No benchmark was run beyond a smoke test": _only(True),  # its suite
     "equalled the base's bit for bit": lambda facts: facts.take(f"{_PROOF}.all_heads_active", "tokens"),
     "did not equal its base": lambda facts: None,
     "Training left the dense weights": _only(True, lambda facts: [] if facts.dense_kept else None),
@@ -196,7 +205,7 @@ SAID: dict[str, Callable[[Facts], Expected]] = {
     "Left out of the card's model-index": _only(True, _counts_of_items),
     "The faults of its base": lambda facts: [],
     "No training since its conversion": _only(False),
-    "No benchmark was run": _only(False),
+    "No benchmark of quality": lambda facts: [],
     "Its config allows": lambda facts: [1024],
     "The last run trained": _only(True, _trained),
     "| 2 | distillation": _only(True, _changed),
