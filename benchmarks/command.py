@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 
 from moh_llm.devices import choose_device, compute_dtype, name_device
 from moh_llm.errors import UserError
@@ -57,6 +57,15 @@ def now() -> float:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Memory of a cache, room for further tokens included."""
+    rooms = [room for layer in cache.layers for room in getattr(layer, "_rooms", [])]  # those of a MoHCache
+    values = [value for owner in (*cache.layers, *rooms) for value in vars(owner).values()]
+    tensors = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    storages = [one.untyped_storage() for one in tensors if isinstance(one, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def load_dense(name: str | Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

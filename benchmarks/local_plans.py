@@ -6,8 +6,13 @@
 writes a folder for each share of keys, router, granularity and window. Each is what `convert.py BASE --fallback local
 --keys X --router R --routing-granularity G --local-window W --heldout-tokens 0` writes with the same text, without the
 records of a conversion. With `--fallback value --routers linear none` heads that are off read no keys, so that shares
-of keys are shares of heads. With `--streaming --routers none` it is a plan in the manner of DuoAttention: fixed heads,
-and the others attend to the first and the last tokens and to nothing else (`baselines/streaming.py`).
+of keys are shares of heads. Three more names for `--routers` give the same heads to all tokens, and make the others
+streaming heads, which attend to the first and the last tokens and to nothing else (`baselines/`):
+
+- "streaming": the heads of least estimated KL on the calibration text are dropped;
+- "retrieval": those of the lowest retrieval scores, in the manner of Wu et al.;
+- "duo": those of the lowest gates, which are trained on passkeys in that text, as DuoAttention's are.
+
 `benchmarks/long_context.py` compares such models with the base.
 """
 
@@ -20,8 +25,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from baselines.streaming import make_streaming
-from command import add_compute_dtype, device_and_dtype, status_of
+import torch
+from baselines.duo import train_gates
+from baselines.retrieval_heads import make_prompts, retrieval_scores
+from baselines.streaming import StreamingPlan, make_streaming, ranked_fits
+from command import add_compute_dtype, device_and_dtype, load_dense, status_of
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from moh_llm.conversion.base import BaseCheckpoint, open_base
@@ -40,6 +48,9 @@ from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.metrics import Batch
 
+SCORED = "retrieval", "duo"  # ways to choose heads by a score of each, without a sweep over the calibration text
+STREAMING = "streaming", *SCORED
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -52,23 +63,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="another one takes text after that of the seeds before it")
     add_compute_dtype(parser)
     parser.add_argument("--output-dir", type=Path, required=True, help="folder for the models' folders")
-    parser.add_argument("--routers", nargs="+", default=["threshold"], choices=["threshold", "linear", "none"])
+    routers = ["threshold", "linear", "none", *STREAMING]
+    parser.add_argument("--routers", nargs="+", default=["threshold"], choices=routers)
     parser.add_argument("--fallback", default="local", choices=["local", "value"])
     parser.add_argument("--granularities", nargs="+", default=["head"], choices=["head", "kv_group"])
-    parser.add_argument("--streaming", action="store_true", help="fallbacks without a token for what is out of sight")
+    parser.add_argument("--gate-steps", type=int, default=100, help="steps that train the gates of duo")
     parser.add_argument("--windows", type=int, nargs="+", help="default: that of convert.py")
     return status_of(run, parser.parse_args())
 
 
-def open_calibration(args: argparse.Namespace, base: BaseCheckpoint) -> tuple[LayerwiseModel, list[Batch]]:
-    """The dense model layer by layer, and the calibration text that `convert.py` would take, or another seed's."""
+def open_calibration(args: argparse.Namespace, base: BaseCheckpoint) -> list[Batch]:
+    """The calibration text that `convert.py` would take, or another seed's."""
     if args.context > (positions := base.config.max_position_embeddings):
         raise UserError(f"--context {args.context} is more than the {positions} tokens that {args.base} was made for")
     tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
     text = mixture_from_arguments(args.calibration)
-    batches = calibration_part(text, tokenizer, args.calibration_tokens, args.context, args.seed)
-    device, dtype, _ = device_and_dtype(args)
-    return LayerwiseModel(base.folder, base.weight_map, base.config, dtype, device), batches
+    return calibration_part(text, tokenizer, args.calibration_tokens, args.context, args.seed)
 
 
 def calibration_part(
@@ -93,14 +103,14 @@ def calibration_part(
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.streaming and args.fallback != "local":
-        raise UserError("--streaming plans have local fallbacks; drop --fallback")
+    if {*args.routers} & {*STREAMING} and args.fallback != "local":
+        raise UserError(f"--routers {' '.join(STREAMING)}: streaming heads have local fallbacks; drop --fallback")
     base = open_base(args.base)
     windows = args.windows or [PlanOptions(context=args.context).window]
     plans = {
-        f"{share:g}-{router}-{granularity}-{window}": PlanOptions(
+        f"{share:g}-{router}-{granularity}-{window}": (StreamingPlan if router in STREAMING else PlanOptions)(
             keys=share,
-            router=router,
+            router="none" if router in STREAMING else router,
             fallback=args.fallback,
             local_window=window,
             local_start=args.local_start,
@@ -114,16 +124,21 @@ def run(args: argparse.Namespace) -> None:
     for name, plan in plans.items():
         shared_and_active(plan, base.config)
         check_output_folder(args.output_dir / name, overwrite=False, reads=[args.base])
-    dense, batches = open_calibration(args, base)
+    batches, (device, dtype, _) = open_calibration(args, base), device_and_dtype(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    make = make_streaming if args.streaming else make_fitter
     calibrated: dict[str, list[dict[int, RoutingFit]]] = {}
-    for window in windows:  # plans of one window share the sweeps
+    for window in windows:  # plans of one window share the sweeps, and the scores
         own = {name: plan for name, plan in plans.items() if plan.window == window}
-        with tempfile.TemporaryDirectory(dir=args.output_dir) as scratch:
-            samples = layer_samples(dense, batches, next(iter(own.values())), Path(scratch), args.seed)
-            layers = [fit_plans(own, base.config, sample, make) for sample in samples][::-1]  # last layer first
-        calibrated |= {name: [fitted[name] for fitted in layers] for name in own}
+        for router in (router for router in SCORED if router in args.routers):
+            scores = score_heads(router, args, base, batches, window)
+            named = [name for name in own if f"-{router}-" in name]
+            calibrated |= {name: ranked_fits(scores, own.pop(name), base.config) for name in named}
+        if own:
+            dense = LayerwiseModel(base.folder, base.weight_map, base.config, dtype, device)
+            with tempfile.TemporaryDirectory(dir=args.output_dir) as scratch:
+                samples = layer_samples(dense, batches, next(iter(own.values())), Path(scratch), args.seed)
+                layers = [fit_plans(own, base.config, sample, make) for sample in samples][::-1]  # last layer first
+            calibrated |= {name: [fitted[name] for fitted in layers] for name in own}
     for name, plan in plans.items():
         config, fits = plan_layers(plan, base.config, calibrated[name])
         config.dtype = base.dtype
@@ -131,8 +146,30 @@ def run(args: argparse.Namespace) -> None:
         with new_folder(args.output_dir / name) as folder:
             write_description(folder, base, config, write_weights(folder, base, routing))
         active = config.active_heads_per_layer
-        cost = sum(fit.cost for fit in fits)
-        print(f"{name}: {sum(active) / len(active):.3f} heads per layer, estimated KL {cost:.4f}", flush=True)
+        cost = "scores of the others" if name.split("-")[1] in SCORED else "estimated KL"
+        cost += f" {sum(fit.cost for fit in fits):.4f}"
+        print(f"{name}: {sum(active) / len(active):.3f} heads per layer, {cost}", flush=True)
+
+
+def score_heads(router: str, args: Any, base: BaseCheckpoint, batches: list[Batch], window: int) -> torch.Tensor:
+    """How much each head needs full attention by that of `SCORED`, `[layers, H]`."""
+    device, dtype, _ = device_and_dtype(args)
+    model, tokenizer = load_dense(base.folder, device, dtype), open_tokenizer(base.folder, base.config.vocab_size)
+    text = torch.cat([batch["input_ids"].flatten() for batch in batches])
+    if router == "retrieval":
+        scores = retrieval_scores(model, make_prompts(text, tokenizer))
+    else:
+        gates = train_gates(model, text, tokenizer, window, PlanOptions.local_sinks, args.gate_steps, args.seed)
+        noise = torch.rand(gates.shape, generator=torch.Generator().manual_seed(args.seed))  # as there, against ties
+        scores = (gates + 1e-6 * noise).repeat_interleave(base.config.num_attention_heads // gates.shape[1], 1)
+    shown = scores.quantile(torch.linspace(0, 1, 5)).tolist()
+    print(f"{router}: least score, quartiles and largest {', '.join(f'{score:.4f}' for score in shown)}", flush=True)
+    return scores
+
+
+def make(plan: PlanOptions, config: PreTrainedConfig, sample: LayerSample) -> LayerFitter | LocalFitter:
+    """What fits a layer for that plan."""
+    return (make_streaming if isinstance(plan, StreamingPlan) else make_fitter)(plan, config, sample)
 
 
 def fit_plans(

@@ -10,6 +10,10 @@ local fallback reads its window and sinks. FLOPs are those of a forward pass in 
 the documents' text: tokens copied of random strings, and whole answers to passkeys and key-value pairs, by distance, as
 shares of the base's right answers, with intervals by bootstrap over prompts. A run with `--json` that was interrupted
 goes on where it stopped.
+
+With `--presses` (classes of kvpress, see `baselines/pressed.py`) documents are read as a prompt of 2,048 tokens and the
+others in one pass, models with their `MoHCache`. Of the base's cache of the prompt each press keeps as many bytes as
+the model's cache takes then: rows below the model's.
 """
 
 import argparse
@@ -22,10 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from command import add_compute_dtype, device_and_dtype, kind_of_device, load_models, status_of
+from baselines.pressed import press_of, read_pressed
+from command import add_compute_dtype, cache_bytes, device_and_dtype, kind_of_device, load_models, status_of
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from moh_llm import MoHCache
 from moh_llm.analysis.retrieval import TASKS, make_prompt, score
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
@@ -52,6 +58,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=8192, help="tokens read of each document")
     parser.add_argument("--documents", type=int, help="how many documents (default: 20, or as many as there are)")
     parser.add_argument("--prompts", type=int, default=8, help="prompts of each retrieval task; 0: none")
+    parser.add_argument("--presses", nargs="+", default=[], metavar="CLASS", help="such as SnapKVPress")
     add_compute_dtype(parser, "float32", "since bfloat16 rounds by as much as the smallest KL here")
     parser.add_argument("--json", type=Path, help="write the figures there, after each document")
     return status_of(run, parser.parse_intermixed_args())
@@ -59,7 +66,9 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> None:
     device, dtype, computed = device_and_dtype(args)
-    names = [args.model, *args.also]
+    names, presses = [args.model, *args.also], {name: press_of(name) for name in args.presses}
+    if presses and args.context < HEADLINE + 2:
+        raise UserError(f"--presses: --context {args.context} leaves nothing to score after {HEADLINE} tokens")
     base, models = load_models(args.base, names, device, dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     documents = long_documents(args.text, tokenizer, args.context, args.documents)
@@ -67,6 +76,7 @@ def run(args: argparse.Namespace) -> None:
     distances = [distance for distance in DISTANCES if distance <= room]
     asked = {"models": {name: identify(name).sha256 for name in (args.base, *names)}, "texts": args.text}
     asked |= {"context": args.context, "distances": distances, "dtype": computed, "device": kind_of_device(device)}
+    asked |= {"presses": args.presses} if presses else {}
     found: dict[str, Any] = {"asked": asked, "documents": {}, "prompts": {}}
     if args.json and args.json.exists():
         earlier = json.loads(args.json.read_text())
@@ -83,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
     with torch.inference_mode():
         for number, (text, ids) in enumerate(tqdm(documents, desc="documents", unit="document")):
             if str(number) not in found["documents"]:
-                found["documents"][str(number)] = {"text": text} | compare(base, models, ids)
+                found["documents"][str(number)] = {"text": text} | compare(base, models, ids, presses)
                 save()
         for number, key in enumerate(tqdm(keys, desc="retrieval", unit="prompt")):
             if key not in found["prompts"]:
@@ -94,7 +104,11 @@ def run(args: argparse.Namespace) -> None:
                 save()
     count = len(documents)
     rows = [found["documents"][str(number)] for number in range(count)]
-    print_positions(rows, names, args.context)
+    read = [name for name in rows[0] if name != "text"]
+    print_positions(rows, read, args.context)
+    for name in read if presses else ():
+        sizes = " and ".join(f"{size / 2**20:.2f}" for size in np.mean([row[name]["bytes"] for row in rows], axis=0))
+        print(f"{Path(name).name[-24:]:<24} cache of {sizes} MiB after {HEADLINE} and after {args.context} tokens")
     for name, model in models.items():
         flops = forward_flops(model.config, args.context) / forward_flops(model.config, args.context, dense=True)
         print(f"{Path(name).name[-24:]:<24} in theory {flops:.3f} of the base's FLOPs")
@@ -133,47 +147,72 @@ def long_documents(
     return documents
 
 
-def compare(base: PreTrainedModel, models: dict[str, MoHLlamaForCausalLM], ids: torch.Tensor) -> dict[str, Any]:
-    """Per model sums `[5]` over positions between `EDGES` and from `HEADLINE` on, and shares of keys and heads."""
+def compare(
+    base: PreTrainedModel, models: dict[str, MoHLlamaForCausalLM], ids: torch.Tensor, presses: dict[str, Any]
+) -> dict[str, Any]:
+    """Per model sums `[5]` over positions between `EDGES` and from `HEADLINE` on, and shares of keys and heads.
+
+    With presses, the bytes of the caches after the prompt and after all tokens, too.
+    """
     ids = ids[None].to(base.device)
     reference = base.model(ids, use_cache=False).last_hidden_state[0]
-    passes = {name: hidden_and_gates(model, ids) for name, model in models.items()}
-    compared: dict[str, list[torch.Tensor]] = {name: [] for name in models}
+    starts = {f"from {start}": start for start in (0, HEADLINE) if start < ids.shape[1]}
+    states: dict[str, tuple[PreTrainedModel, torch.Tensor]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for name, model in models.items():
+        cache = MoHCache(model.config) if presses else None
+        passes, sizes = [], []
+        for part in ids.tensor_split([HEADLINE], dim=1) if presses else [ids]:
+            passes.append(hidden_and_gates(model, part, cache))
+            sizes += [] if cache is None else [cache_bytes(cache)]
+        on = torch.cat([gates for _, gates in passes], dim=1).mean(0)
+        states[name] = model, torch.cat([hidden for hidden, _ in passes])
+        spread = on.quantile(torch.tensor([0.05, 0.95])).tolist()  # over tokens
+        keys = {of: keys_read(on, model.config, start) for of, start in starts.items()}
+        found[name] = {"keys": keys, "heads_on": on.mean().item(), "heads_on_5_95": spread, "bytes": sizes}
+        for press, kind in presses.items():
+            later, pressed, dropped = read_pressed(base, ids, HEADLINE, sizes[0], kind)
+            states[f"{name}/{press}"] = base, torch.cat([reference[:HEADLINE], later])
+            every = torch.arange(1, len(on) + 1, dtype=torch.float64)
+            read = every - dropped * (every > HEADLINE)
+            keys = {of: (read[start:].sum() / every[start:].sum()).item() for of, start in starts.items()}
+            found[f"{name}/{press}"] = {"keys": keys, "heads_on": 1.0, "heads_on_5_95": [1.0, 1.0], "bytes": pressed}
+    compared: dict[str, list[torch.Tensor]] = {name: [] for name in states}
     for rows in torch.arange(ids.shape[1] - 1, device=ids.device).split(ROWS):
         log_q = base.lm_head(reference[rows]).float().log_softmax(-1)
-        for name, model in models.items():
-            log_p = model.lm_head(passes[name][0][rows]).float().log_softmax(-1)
+        for name, (model, hidden) in states.items():
+            log_p = model.lm_head(hidden[rows]).float().log_softmax(-1)
             compared[name].append(compare_predictions(log_p, log_q, ids[0, rows + 1]))
-    found = {}
-    for name, model in models.items():
-        values = torch.cat(compared[name]).cpu()
+    for name, values in ((name, torch.cat(own).cpu()) for name, own in compared.items()):
         parts = {f"{low}": (low, high) for low, high in itertools.pairwise(EDGES) if low < len(values)}
         parts["headline"] = (HEADLINE, len(values))
-        sums = {
+        found[name]["sums"] = {
             part: [len(values[low:high]), *values[low:high].sum(0).tolist()]
             for part, (low, high) in parts.items()
             if len(values[low:high])
         }
-        on = passes[name][1].mean(0)
-        shares = {f"from {start}": keys_read(on, model.config, start) for start in (0, HEADLINE) if start < len(on)}
-        spread = on.quantile(torch.tensor([0.05, 0.95])).tolist()  # over tokens
-        found[name] = {"sums": sums, "keys": shares, "heads_on": on.mean().item(), "heads_on_5_95": spread}
     return found
 
 
-def hidden_and_gates(model: MoHLlamaForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Last hidden states `[T, C]`, and the share of heads that each layer has on `[layers, T]`."""
+def hidden_and_gates(
+    model: MoHLlamaForCausalLM, ids: torch.Tensor, cache: Cache | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Last hidden states `[T, C]`, and the share of heads that each layer has on `[layers, T]`.
+
+    With a `cache`, `ids` `[1, T]` come after the tokens that it has, and are added to it.
+    """
+    before = 0 if cache is None else cache.get_seq_length()
     gates: list[torch.Tensor] = []
     handles = [
         router.register_forward_hook(lambda _, args, output: gates.append(output[1][0].ne(0).float().mean(-1)))
         for router in model.routers
     ]
-    hidden = model.model(ids, use_cache=False).last_hidden_state[0]
+    hidden = model.model(ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state[0]
     for handle in handles:
         handle.remove()
     on = torch.stack(gates).cpu()
     if model.config.head_fallback == "local":
-        on[:, : model.config.all_heads_until] = 1
+        on[:, : max(0, model.config.all_heads_until - before)] = 1
     return hidden, on
 
 

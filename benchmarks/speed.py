@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command import add_compute_dtype, device_and_dtype, load_models, now, status_of
+from command import add_compute_dtype, cache_bytes, device_and_dtype, load_models, now, status_of
 from long_context import HEADLINE, ROWS, hidden_and_gates, keys_read
 from torch import nn
 from tqdm import tqdm
@@ -236,16 +236,6 @@ def decode(model: PreTrainedModel, prompt: Cache, ids: torch.Tensor) -> tuple[fl
             model(step[:, None], past_key_values=cache)
             found.append((now() - begin, clock[0]))
     return sorted(found)[len(found) // 2]
-
-
-def cache_bytes(cache: Cache) -> int:
-    """Memory of a cache, room for further tokens included."""
-    found = {}
-    for value in (value for layer in cache.layers for value in vars(layer).values()):
-        for tensor in value if isinstance(value, list) else [value]:
-            if isinstance(tensor, torch.Tensor) and tensor.numel():
-                found[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(found.values())
 
 
 def grouped_attention(

@@ -90,7 +90,7 @@ class _Room:
 
     def append(self, new: Sequence[torch.Tensor]) -> None:
         if not self.length:
-            self._room, self.length = list(new), new[0].shape[2]
+            self._room, self.length = [one.clone() for one in new], new[0].shape[2]  # a view would keep all groups
             return
         end = self.length + new[0].shape[2]
         for number, (states, old) in enumerate(zip(new, self.states, strict=True)):
@@ -120,9 +120,8 @@ class MoHCacheLayer(DynamicLayer):
         both = (kept, self.local_groups) if self.local_groups else (kept,)
         self._groups = [_as_slice(groups) for groups in both] if self.local_groups else [slice(None)]
         self._heads = [_as_slice([group * shared + n for group in groups for n in range(shared)]) for groups in both]
-        self._sinks = max(
-            1, config.local_sinks
-        )  # slots before the recent tokens, at least one so that no window begins at key 0
+        # Slots before the recent tokens, at least one so that no window begins at key 0.
+        self._sinks = max(1, config.local_sinks)
         self._recent = max(config.local_window - 1, config.local_sinks) + _MORE  # recent tokens that are always kept
         self.reset()
 
@@ -132,9 +131,8 @@ class MoHCacheLayer(DynamicLayer):
         self._rooms = [_Room() for _ in self._groups]  # one for the groups that may be on, one for the others
         self.length = self.begin = 0
         self._late = 0  # from this token on no row has all heads on, as of the last drop
-        self._starts: torch.Tensor | None = (
-            None  # first token of each row's document, as of the last drop, `[B or 1, 1, 1]`
-        )
+        # The first token of each row's document, as of the last drop, `[B or 1, 1, 1]`.
+        self._starts: torch.Tensor | None = None
 
     def near_seen(self, seen: Seen | None) -> Seen | None:
         """Translate `seen` to the kept keys of the groups that are never on.
@@ -163,9 +161,9 @@ class MoHCacheLayer(DynamicLayer):
         """Add keys and values `[B, KV, T, D]`; return those of all tokens, or a `SplitKeys` in place of both.
 
         Args:
-            key_states, value_states: states of the new tokens. cache_kwargs: `seen`, the keys that the new tokens see;
-            `near_seen`, the result of that method; and `all_on`,
-                whether the new tokens have all heads on and therefore read all keys.
+            key_states, value_states: states of the new tokens.
+            cache_kwargs: `seen`, the keys that the new tokens see; `near_seen`, the result of that method; and
+                `all_on`, whether the new tokens have all heads on and therefore read all keys.
         """
         given = cache_kwargs or {}
         seen, near_seen = given.get("seen"), given.get("near_seen")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pairs import make_pair  # noqa: F401
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from moh_llm.metrics import Batch

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_figures_are_those_of_a_naive_loop(folders, monkeypatch):
     )
     ids = torch.randint(3, 200, (90,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found = long_context.compare(base, {"moh": moh}, ids)["moh"]
+        found = long_context.compare(base, {"moh": moh}, ids, {})["moh"]
         p, q = (model(ids[None], use_cache=False).logits[0].double().log_softmax(-1) for model in (moh, base))
     kl = [sum(float(b.exp() * (b - a)) for a, b in zip(p[t], q[t], strict=True)) for t in range(89)]
     for part, (low, high) in {"0": (0, 30), "30": (30, 70), "70": (70, 89), "headline": (50, 89)}.items():
@@ -43,6 +44,64 @@ def test_figures_are_those_of_a_naive_loop(folders, monkeypatch):
     on = sum(config.active_heads_per_layer)
     read = sum(on * (t + 1) + (heads - on) * min(t + 1, 12) for t in range(50, 90))
     assert found["keys"]["from 50"] == pytest.approx(read / (heads * sum(range(51, 91))))
+
+
+class Middle:
+    """A press that keeps the first two tokens and the last ones, in the manner of kvpress's classes."""
+
+    def __init__(self, compression_ratio: float):
+        self.ratio = compression_ratio
+
+    @contextmanager
+    def __call__(self, model):
+        def drop(module, args, kwargs, output):
+            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            length = layer.keys.shape[2]
+            kept = [0, 1, *range(length + 2 - int(length * (1 - self.ratio)), length)]
+            layer.keys, layer.values = layer.keys[:, :, kept].clone(), layer.values[:, :, kept].clone()
+
+        hooks = [layer.self_attn.register_forward_hook(drop, with_kwargs=True) for layer in model.model.layers]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def test_a_press_keeps_as_many_bytes_as_a_cache_and_later_tokens_do_not_see_the_others(make_pair, monkeypatch):
+    monkeypatch.setattr(long_context, "HEADLINE", 600)
+    plan = {"shared_heads": [[2, 3], []], "router_type": "none", "routing_granularity": "kv_group", "local_window": 8}
+    plan |= {"num_shared_heads": [2, 0], "num_active_heads": [2, 0], "head_fallback": "local", "local_start": 0}
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "max_position_embeddings": 1024}
+    base, moh = make_pair(num_hidden_layers=2, initializer_range=0.2, **shape, **plan)
+    ids = torch.randint(3, 200, (640,), generator=torch.Generator().manual_seed(0))
+    found = long_context.compare(base, {"moh": moh}, ids, {"Middle": Middle})
+    plain = long_context.compare(base, {"moh": moh}, ids, {})["moh"]
+    assert found["moh"]["sums"]["headline"] == pytest.approx(plain["sums"]["headline"], rel=1e-3)
+    assert found["moh"]["keys"] == pytest.approx(plain["keys"])
+    # One group of six keeps 600 tokens; the others those of a MoHCache: sinks, window and what may be cropped.
+    token = 2 * 8 * 4  # bytes of a key and a value
+    of_groups = 600 + 5 * (4 + 7 + 64)
+    assert found["moh"]["bytes"][0] == pytest.approx(of_groups * token, abs=5000)  # and where documents begin
+    kept = int(found["moh"]["bytes"][0] / (6 * token))
+    assert found["moh/Middle"]["bytes"] == [kept * 6 * token, (kept + 40) * 6 * token]
+    assert found["moh/Middle"]["keys"]["from 600"] == pytest.approx(
+        sum(kept + n for n in range(1, 41)) / sum(range(601, 641))
+    )
+    at = torch.arange(640)
+    shown = (at[None] <= at[:, None]) & ((at[:, None] < 600) | (at < 2) | (at >= 602 - kept))
+    p, q = (
+        base(ids[None], attention_mask=mask, use_cache=False).logits[0, 600:639].double().log_softmax(-1)
+        for mask in (shown[None, None], None)
+    )
+    kl = (q.exp() * (q - p)).sum().item()
+    assert kl > 0.01 and found["moh/Middle"]["sums"]["headline"][3] == pytest.approx(kl, rel=1e-3)
+
+
+def test_a_press_that_is_not_there_is_named(folders, tmp_path, monkeypatch, capsys):
+    base, moh = map(str, folders)
+    words = ["long_context.py", moh, "a.jsonl", "--base", base, "--presses", "NoSuchPress"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert long_context.main() == 1 and "kvpress" in capsys.readouterr().err
 
 
 def test_the_command_goes_on_where_it_stopped(folders, tmp_path, monkeypatch, capsys):

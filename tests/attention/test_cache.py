@@ -95,6 +95,16 @@ def test_padding_between_tokens(make, name, chunks) -> None:
 
 
 @torch.no_grad()
+def test_a_prompt_leaves_no_memory_of_what_it_dropped(make) -> None:
+    moh = make("fixed groups")
+    cache = MoHCache(moh.config)
+    moh(draw(1, 100), past_key_values=cache)
+    kept = [states for layer in cache.layers for room in layer._rooms for states in room.states]
+    assert sum(states.numel() for states in kept) < 2 * 2 * 100 * 3 * 8 / 2
+    assert all(states.untyped_storage().nbytes() == states.nbytes for states in kept)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", PLANS)
 def test_any_mask_of_four_dims(make, name) -> None:
     moh, ids = make(name), draw(2, 40)
