@@ -11,9 +11,9 @@ the documents' text: tokens copied of random strings, and whole answers to passk
 shares of the base's right answers, with intervals by bootstrap over prompts. A run with `--json` that was interrupted
 goes on where it stopped.
 
-With `--presses` (classes of kvpress, see `baselines/pressed.py`) documents are read as a prompt of 2,048 tokens and the
-others in one pass, models with their `MoHCache`. Of the base's cache of the prompt each press keeps as many bytes as
-the model's cache takes then: rows below the model's.
+With `--presses` documents are read as a prompt of 2,048 tokens and the others in one pass, models with their
+`MoHCache`, and caches are measured. Rows below a model's are of the presses that are named, classes of kvpress
+(`baselines/pressed.py`): of the base's cache of the prompt they keep as many bytes as the model's cache takes then.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=8192, help="tokens read of each document")
     parser.add_argument("--documents", type=int, help="how many documents (default: 20, or as many as there are)")
     parser.add_argument("--prompts", type=int, default=8, help="prompts of each retrieval task; 0: none")
-    parser.add_argument("--presses", nargs="+", default=[], metavar="CLASS", help="such as SnapKVPress")
+    parser.add_argument("--presses", nargs="*", metavar="CLASS", help="such as SnapKVPress, or none")
     add_compute_dtype(parser, "float32", "since bfloat16 rounds by as much as the smallest KL here")
     parser.add_argument("--json", type=Path, help="write the figures there, after each document")
     return status_of(run, parser.parse_intermixed_args())
@@ -66,8 +66,9 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> None:
     device, dtype, computed = device_and_dtype(args)
-    names, presses = [args.model, *args.also], {name: press_of(name) for name in args.presses}
-    if presses and args.context < HEADLINE + 2:
+    names, cached = [args.model, *args.also], args.presses is not None
+    presses = {name: press_of(name) for name in args.presses} if cached else None
+    if cached and args.context < HEADLINE + 2:
         raise UserError(f"--presses: --context {args.context} leaves nothing to score after {HEADLINE} tokens")
     base, models = load_models(args.base, names, device, dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
     distances = [distance for distance in DISTANCES if distance <= room]
     asked = {"models": {name: identify(name).sha256 for name in (args.base, *names)}, "texts": args.text}
     asked |= {"context": args.context, "distances": distances, "dtype": computed, "device": kind_of_device(device)}
-    asked |= {"presses": args.presses} if presses else {}
+    asked |= {"presses": args.presses} if cached else {}
     found: dict[str, Any] = {"asked": asked, "documents": {}, "prompts": {}}
     if args.json and args.json.exists():
         earlier = json.loads(args.json.read_text())
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
     rows = [found["documents"][str(number)] for number in range(count)]
     read = [name for name in rows[0] if name != "text"]
     print_positions(rows, read, args.context)
-    for name in read if presses else ():
+    for name in read if cached else ():
         sizes = " and ".join(f"{size / 2**20:.2f}" for size in np.mean([row[name]["bytes"] for row in rows], axis=0))
         print(f"{Path(name).name[-24:]:<24} cache of {sizes} MiB after {HEADLINE} and after {args.context} tokens")
     for name, model in models.items():
@@ -148,11 +149,11 @@ def long_documents(
 
 
 def compare(
-    base: PreTrainedModel, models: dict[str, MoHLlamaForCausalLM], ids: torch.Tensor, presses: dict[str, Any]
+    base: PreTrainedModel, models: dict[str, MoHLlamaForCausalLM], ids: torch.Tensor, presses: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Per model sums `[5]` over positions between `EDGES` and from `HEADLINE` on, and shares of keys and heads.
 
-    With presses, the bytes of the caches after the prompt and after all tokens, too.
+    With presses, or an empty dict of them, the bytes of the caches after the prompt and after all tokens, too.
     """
     ids = ids[None].to(base.device)
     reference = base.model(ids, use_cache=False).last_hidden_state[0]
@@ -160,9 +161,9 @@ def compare(
     states: dict[str, tuple[PreTrainedModel, torch.Tensor]] = {}
     found: dict[str, dict[str, Any]] = {}
     for name, model in models.items():
-        cache = MoHCache(model.config) if presses else None
+        cache = None if presses is None else MoHCache(model.config)
         passes, sizes = [], []
-        for part in ids.tensor_split([HEADLINE], dim=1) if presses else [ids]:
+        for part in [ids] if presses is None else ids.tensor_split([HEADLINE], dim=1):
             passes.append(hidden_and_gates(model, part, cache))
             sizes += [] if cache is None else [cache_bytes(cache)]
         on = torch.cat([gates for _, gates in passes], dim=1).mean(0)
@@ -170,7 +171,7 @@ def compare(
         spread = on.quantile(torch.tensor([0.05, 0.95])).tolist()  # over tokens
         keys = {of: keys_read(on, model.config, start) for of, start in starts.items()}
         found[name] = {"keys": keys, "heads_on": on.mean().item(), "heads_on_5_95": spread, "bytes": sizes}
-        for press, kind in presses.items():
+        for press, kind in (presses or {}).items():
             later, pressed, dropped = read_pressed(base, ids, HEADLINE, sizes[0], kind)
             states[f"{name}/{press}"] = base, torch.cat([reference[:HEADLINE], later])
             every = torch.arange(1, len(on) + 1, dtype=torch.float64)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from command import add_compute_dtype, cache_bytes, device_and_dtype, load_models, now, status_of
-from long_context import HEADLINE, ROWS, hidden_and_gates, keys_read
+from long_context import HEADLINE, ROWS, compare, hidden_and_gates, keys_read
 from torch import nn
 from tqdm import tqdm
 from transformers import (
@@ -47,7 +47,6 @@ from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
 from moh_llm.devices import name_device
 from moh_llm.errors import UserError
-from moh_llm.metrics import compare_predictions
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 
 LAYERS = {  # heads, key-value heads, head size, width, width of the feed-forward network
@@ -181,11 +180,12 @@ def measure(
         if caches:
             row["cache_mib"] = cache_bytes(caches[peer]) / 2**20
         if isinstance(model, MoHLlamaForCausalLM):
-            hidden, gates = hidden_and_gates(model, ids[:1, :length])
+            gates = hidden_and_gates(model, ids[:1, :length])[1]
             row["keys"] = keys_read(gates.mean(0), model.config, length - 1 if name == "decode" else 0)
             known = HEADLINE + ROWS <= length <= model.config.max_position_embeddings
             if known and name == "prefill" and not args.layer:
-                row["kl"] = divergence(models["base"], model, hidden, ids[:1, :length])
+                sums = compare(models["base"], {peer: model}, ids[0, :length], None)[peer]["sums"]["headline"]
+                row["kl"] = sums[3] / sums[0]
         rows.append(row)
     return rows
 
@@ -247,19 +247,6 @@ def grouped_attention(
     own = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
     out = torch.nn.functional.scaled_dot_product_attention(own, key, value, attn_mask=mask, scale=kwargs["scaling"])
     return out.reshape(len(query), 1, -1, query.shape[-1]), None
-
-
-def divergence(base: PreTrainedModel, model: PreTrainedModel, hidden: torch.Tensor, ids: torch.Tensor) -> float:
-    """KL(base || model) from position 2,048 on."""
-    reference = base.model(ids, use_cache=False).last_hidden_state[0]
-    total, count = 0.0, 0
-    for rows in torch.arange(HEADLINE, ids.shape[1] - 1, device=ids.device).split(ROWS):
-        log_q, log_p = (
-            of.lm_head(states[rows]).float().log_softmax(-1) for of, states in ((base, reference), (model, hidden))
-        )
-        total += compare_predictions(log_p, log_q, ids[0, rows + 1])[:, 2].sum().item()
-        count += len(rows)
-    return total / count
 
 
 def show(row: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from moh_llm.errors import UserError
 
 LENGTH, DISTANCES = 2048, (400, 800, 1200, 1600)  # tokens of a prompt, and from a needle to its repetition
 PROMPTS = 24
+TIES = 1e-6  # of the weight on the token's place, for heads of equal scores: most have none
 _FOUND = 0.5  # share of a needle's tokens that the model has right, above which it counts as found
 
 
@@ -36,7 +37,7 @@ def make_prompts(text: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> Iter
 
 @torch.inference_mode()
 def retrieval_scores(model: PreTrainedModel, prompts: Iterable[Prompt]) -> torch.Tensor:
-    """Retrieval scores `[layers, H]` of a dense model, between 0 and 1; zeros if it finds no needle."""
+    """Retrieval scores `[layers, H]` of a dense model, from 0 to 1; zeros if it finds no needle."""
     copied, found = torch.zeros(model.config.num_hidden_layers, model.config.num_attention_heads), 0
     usual = model.config._attn_implementation
     for prompt in tqdm(prompts, desc="retrieval scores", unit="prompt"):
@@ -47,13 +48,15 @@ def retrieval_scores(model: PreTrainedModel, prompts: Iterable[Prompt]) -> torch
         output = model(ids[:, begin:], past_key_values=cache, output_attentions=True)
         model.set_attn_implementation(usual)
         most_likely = output.logits[0].argmax(-1)
-        most_read = torch.stack([weights[0].argmax(-1) for weights in output.attentions])  # [layers, H, T]
+        weights = torch.cat(output.attentions)  # [layers, H, T, S]
+        most_read = weights.argmax(-1)
         for answer in prompt.answers:
             places = torch.arange(answer.start, answer.stop, device=ids.device)
             rows = places - 1 - begin  # of the predictions of the answer's tokens
             right = most_likely[rows] == ids[0, places]
             if right.float().mean() > _FOUND:
                 found += 1
-                copies = (most_read[..., rows] == places - answer.distance) & right
-                copied += copies.float().mean(-1).cpu()
+                needle = places - answer.distance
+                copies = (most_read[..., rows] == needle) & right
+                copied += (copies + TIES * weights[..., rows, needle]).mean(-1).cpu()
     return copied / max(1, found)

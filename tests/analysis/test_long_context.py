@@ -33,7 +33,7 @@ def test_figures_are_those_of_a_naive_loop(folders, monkeypatch):
     )
     ids = torch.randint(3, 200, (90,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found = long_context.compare(base, {"moh": moh}, ids, {})["moh"]
+        found = long_context.compare(base, {"moh": moh}, ids, None)["moh"]
         p, q = (model(ids[None], use_cache=False).logits[0].double().log_softmax(-1) for model in (moh, base))
     kl = [sum(float(b.exp() * (b - a)) for a, b in zip(p[t], q[t], strict=True)) for t in range(89)]
     for part, (low, high) in {"0": (0, 30), "30": (30, 70), "70": (70, 89), "headline": (50, 89)}.items():
@@ -75,7 +75,7 @@ def test_a_press_keeps_as_many_bytes_as_a_cache_and_later_tokens_do_not_see_the_
     base, moh = make_pair(num_hidden_layers=2, initializer_range=0.2, **shape, **plan)
     ids = torch.randint(3, 200, (640,), generator=torch.Generator().manual_seed(0))
     found = long_context.compare(base, {"moh": moh}, ids, {"Middle": Middle})
-    plain = long_context.compare(base, {"moh": moh}, ids, {})["moh"]
+    plain = long_context.compare(base, {"moh": moh}, ids, None)["moh"]
     assert found["moh"]["sums"]["headline"] == pytest.approx(plain["sums"]["headline"], rel=1e-3)
     assert found["moh"]["keys"] == pytest.approx(plain["keys"])
     # One group of six keeps 600 tokens; the others those of a MoHCache: sinks, window and what may be cropped.
