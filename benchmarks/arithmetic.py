@@ -11,6 +11,7 @@
 """
 
 import argparse
+import itertools
 import sys
 
 from moh_llm.flops import forward_flops, forward_parts
@@ -41,7 +42,7 @@ def prefill() -> None:
     names = list(forward_parts(with_heads(100), 1, dense=True))
     names = [name for name in names if name not in ("routing", "fallbacks")]  # which the dense model lacks
     ratios = [f"{share} %, {how}" for share in SHARES for how in ("no fallbacks", "least")]
-    print_head("prefill", ["tokens", *names, *ratios])
+    rows = [["tokens", *names, *ratios]]
     for length in LENGTHS:
         dense = forward_parts(with_heads(100), length, dense=True)
         total = sum(dense.values())
@@ -49,7 +50,8 @@ def prefill() -> None:
         for share in SHARES:
             without = forward_flops(with_heads(share, fallback="none"), length)
             cells += [f"{flops / total:.3f}" for flops in (without, forward_flops(with_heads(share), length))]
-        print_row([f"{length:,}", *cells])
+        rows.append([f"{length:,}", *cells])
+    print_table("prefill", *rows)
 
 
 def decode() -> None:
@@ -59,24 +61,18 @@ def decode() -> None:
     parts = forward_parts(shape, 1, dense=True)
     weights = sum(count for name, count in parts.items() if name != SCORES) // 2 * BYTES
     per_token = 2 * shape.num_key_value_heads * shape.head_dim * shape.num_hidden_layers * BYTES
-    print_head("decode", ["context", "rows", "weights, GB", "cache, GB", *(f"{s} % of the groups" for s in SHARES)])
-    for context in LENGTHS:
-        for rows in ROWS:
-            cache = context * rows * per_token
-            ratios = [f"{(weights + cache * share / 100) / (weights + cache):.3f}" for share in SHARES]
-            print_row([f"{context:,}", str(rows), f"{weights / 1e9:.2f}", f"{cache / 1e9:.2f}", *ratios])
+    rows = [["context", "rows", "weights, GB", "cache, GB", *(f"{s} % of the groups" for s in SHARES)]]
+    for context, count in itertools.product(LENGTHS, ROWS):
+        cache = context * count * per_token
+        ratios = [f"{(weights + cache * share / 100) / (weights + cache):.3f}" for share in SHARES]
+        rows.append([f"{context:,}", str(count), f"{weights / 1e9:.2f}", f"{cache / 1e9:.2f}", *ratios])
+    print_table("decode", *rows)
 
 
-def print_head(title: str, names: list[str]) -> None:
-    """Print the head of a Markdown table."""
-    print(f"\n{title}\n")
-    print_row(names)
-    print("|" + "---|" * len(names))
-
-
-def print_row(cells: list[str]) -> None:
-    """Print a row of a Markdown table."""
-    print(f"| {' | '.join(cells)} |")
+def print_table(title: str, *rows: list[str]) -> None:
+    """Print a Markdown table; the first row is its head."""
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    print(f"\n{title}\n", lines[0], "|" + "---|" * len(rows[0]), *lines[1:], sep="\n")
 
 
 if __name__ == "__main__":

@@ -20,13 +20,10 @@ from pathlib import Path
 
 import numpy as np
 from command import add_compute_dtype, device_and_dtype, load_models, status_of
-from held_out import BATCH, WINDOW
+from held_out import BATCH, WINDOW, documents
 from transformers import AutoTokenizer
 
-from moh_llm.data.mixture import mixture_from_files
-from moh_llm.data.records import source_documents
 from moh_llm.data.shards import TokenizedSource, TokenStream
-from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.data.windows import validation_batches
 from moh_llm.devices import name_device
 from moh_llm.evaluation import statistics
@@ -45,14 +42,14 @@ Ends = tuple[float, float] | list[float] | None
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     jobs = parser.add_subparsers(required=True, metavar="documents|items")
-    documents = jobs.add_parser("documents", help="intervals of perplexity ratio and KL")
-    documents.add_argument("base", help="the dense model")
-    documents.add_argument("models", nargs="+", help="converted folders")
-    documents.add_argument("--text", nargs="+", required=True, help="text files or globs, each a population")
-    documents.add_argument("--documents", type=int, default=400, metavar="N", help="at most, of each text")
-    add_compute_dtype(documents)
+    texts = jobs.add_parser("documents", help="intervals of perplexity ratio and KL")
+    texts.add_argument("base", help="the dense model")
+    texts.add_argument("models", nargs="+", help="converted folders")
+    texts.add_argument("--text", nargs="+", required=True, help="text files or globs, each a population")
+    texts.add_argument("--documents", type=int, default=400, metavar="N", help="at most, of each text")
+    add_compute_dtype(texts)
     items = jobs.add_parser("items", help="intervals of scores, differences and shares")
-    for job, run, draws in ((documents, cover_documents, 2000), (items, cover_items, 500)):
+    for job, run, draws in ((texts, cover_documents, 2000), (items, cover_items, 500)):
         job.add_argument("--draws", type=int, default=draws)
         job.add_argument("--seed", type=int, default=0)
         job.set_defaults(job=run)
@@ -68,11 +65,7 @@ def cover_documents(args: argparse.Namespace) -> None:
     length = min(WINDOW, base.config.max_position_embeddings)
     populations: dict[tuple[str, str], np.ndarray] = {}
     for text in args.text:
-        (source,) = mixture_from_files([text]).sources
-        texts = itertools.islice(source_documents(source), args.documents)
-        stream = TokenStream.from_documents(
-            [ids for _, ids, _ in TextTokenizer.from_tokenizer(tokenizer).encode(texts)]
-        )
+        stream = TokenStream.from_documents(list(itertools.islice(documents(text, tokenizer), args.documents)))
         batches = validation_batches([TokenizedSource(text, 1.0, stream, stream)], length, len(stream), BATCH)
         found = compare_to_reference({name: logits_of(m) for name, m in models.items()}, logits_of(base), batches)
         populations |= {(Path(text).parent.name or text, name): each.sums for name, each in found.items()}

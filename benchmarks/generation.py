@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from command import add_compute_dtype, device_and_dtype, load_models, status_of
+from held_out import documents
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from moh_llm.data.mixture import mixture_from_files
-from moh_llm.data.records import source_documents
-from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.intervals import interval, show_figure, within
@@ -64,9 +62,7 @@ def run(args: argparse.Namespace) -> None:
 
 def read_prompts(name: str, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """The first tokens `[N, T]` of the first documents that have as many. Raises UserError where none has."""
-    (source,) = mixture_from_files([name]).sources
-    documents = TextTokenizer.from_tokenizer(tokenizer).encode(source_documents(source))
-    found = (ids[: args.prompt_tokens] for _, ids, _ in documents if len(ids) >= args.prompt_tokens)
+    found = (ids[: args.prompt_tokens] for ids in documents(name, tokenizer) if len(ids) >= args.prompt_tokens)
     rows = [torch.from_numpy(ids.astype(np.int64)) for _, ids in zip(range(args.documents), found, strict=False)]
     if not rows:
         raise UserError(f"{name} has no document of {args.prompt_tokens} tokens; lower --prompt-tokens")

@@ -9,12 +9,10 @@ one has:
 
 - facts: versions, and what the card copies and multiplies per second.
 - compile: kernels, in parallel processes, into the caches on disk.
-- correct: every backend in bfloat16 against float64, outputs and gradients.
-- sorted: sorted queries of LLaMA3-8B's shape, all heads routed, by each backend, at shares of entries that are on.
-- layer: attention of a layer from its input to its output, eager and in a CUDA graph, with plans. The dense layer's
-  SDPA is pinned to cuDNN and to FA2, and the faster one counts. "beyond" leaves out the linear projections on both
-  sides. "operation" is interval attention alone beside dense attention alone, in CUDA graphs.
-- decode: interval attention of one token per row over a cache.
+- layer: attention of a layer from its input to its output, with plans, in CUDA graphs. The dense layer's SDPA is pinned
+  to cuDNN and to FA2, and the faster one counts. "beyond" leaves out the linear projections on both sides. "operation"
+  is interval attention alone beside dense attention alone.
+- decode: interval attention of one token per row over a cache, in CUDA graphs.
 - kernels: where the time of a layer goes, by PyTorch's profiler.
 
 After each row a line of JSON is written, so that a run that is cut off leaves its rows; `--resume` goes on after them.
@@ -34,7 +32,6 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # what is 
 import gpu_backends
 import gpu_layers
 import gpu_operation
-import gpu_profile
 from gpu_rows import FULL, LINE, SMALL, Clock, Lost, Record, Sizes, device_of
 
 MINUTES = 8
@@ -44,11 +41,9 @@ Section = Callable[[Record, Sizes], None]
 SECTIONS: dict[str, tuple[Section | None, int]] = {
     "facts": (gpu_operation.facts, 35),
     "compile": (None, 65),
-    "correct": (gpu_backends.correct, 30),
-    "sorted": (gpu_backends.sorted_calls, 60),
     "layer": (gpu_layers.layer, 110),
     "decode": (gpu_backends.decode, 35),
-    "kernels": (gpu_profile.kernels, 30),
+    "kernels": (gpu_layers.kernels, 30),
 }
 
 

@@ -1,25 +1,23 @@
-"""Sections of `gpu.py` about the backends of interval attention: compiling them, exactness, sorted calls, decoding."""
+"""Sections of `gpu.py` about the backends of interval attention: compiling them, and decoding."""
 
 import functools
-import importlib
+import itertools
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from gpu_operation import BASES, DENSE, graphs_of, name_of, pass_of, states
-from gpu_rows import Record, Row, Run, Shape, Sizes, device_of, distance, reason
+from gpu_operation import graphs_of, name_of, pass_of, states
+from gpu_rows import Record, Row, Run, Shape, Sizes, device_of, reason
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from moh_llm import attention
-from moh_llm.attention.plan import Plan, group_table, plan_of
 from moh_llm.devices import synchronize
-from moh_llm.modeling.interval_attention_moh import interval_attention, masked_attention, reference_attention
+from moh_llm.modeling.interval_attention_moh import interval_attention
 from moh_llm.modeling.seen_moh import Seen
 
 Kinds = tuple[tuple[int, ...], tuple[int, ...]]
-SHARES = (100, 75, 50)  # percent of the entries that are on
 BACKENDS = ("flash", "flex")  # of prefills on a GPU
 
 
@@ -51,44 +49,6 @@ def split_heads(shape: Shape, always: float, never: float) -> Kinds:
     return tuple(sorted(order[:on])), tuple(sorted(order[on : on + off]))
 
 
-def call_of(
-    shape: Shape, sizes: Sizes, length: int, share: float, kinds: Kinds, gradients: bool, rows: int = 1,
-    documents: tuple[int, ...] = (),
-) -> Call:  # fmt: skip
-    """A prefill of random states, whose routed heads are on for a share of the tokens.
-
-    `documents` are where documents after the first one begin, in each row.
-    """
-    device, dtype = device_of()
-    positions = torch.arange(length, device=device)[None]
-    starts = torch.zeros_like(positions)
-    for begin in documents:
-        starts[:, begin:] = begin
-    seen = Seen.from_positions(positions, starts, sizes.window, sizes.sinks, min(sizes.start, length // 4))
-    seen = seen._replace(is_causal=not documents)
-    on = torch.rand(rows, length, shape.heads, device=device) < share
-    for ids, state in zip(kinds, (True, False), strict=True):
-        on[..., list(ids)] = state
-    first = seen.first(on | seen.all_on[..., None])
-    distant = torch.randn(rows, length, shape.heads, device=device, dtype=dtype)
-    values = torch.randn(shape.heads, shape.size, device=device, dtype=dtype)
-    inputs = [*states(shape, length, gradients, rows), *(x.requires_grad_(gradients) for x in (distant, values))]
-    return Call(inputs, first, seen, kinds)
-
-
-def backend_of(name: str, call: Call) -> Callable[..., torch.Tensor] | str:
-    """A backend's function, or why it does not take a call."""
-    if name == "reference":
-        return reference
-    if name not in attention.BACKENDS:
-        return "there is no such backend"
-    attend, why_not = attention.BACKENDS[name]
-    try:
-        return why_not(call.arguments(*call.inputs)) or attend
-    except Exception as error:
-        return reason(error)
-
-
 def chosen(call: Call) -> Row:
     """Which backend the package takes for a call, and why, without gradients where the inputs have none."""
     try:
@@ -101,130 +61,49 @@ def chosen(call: Call) -> Row:
 # ---- compiling
 
 
-def compile_units(sizes: Sizes) -> dict[str, Callable[[], Run]]:
-    """What is compiled into the caches on disk, each in a process of its own: short calls, made when asked for."""
-    units: dict[str, Callable[[], Run]] = {}
-    for gradients in (False, True):
-        for name, shape in sizes.shapes.items():
-            for backend in BACKENDS:
-                make = functools.partial(short_call, sizes, shape, backend, gradients)
-                units[f"{backend}, {name}, {name_of(gradients)}"] = make
-    return units
+def compile_units(sizes: Sizes) -> list[tuple[str, str, bool]]:
+    """Backend, shape and pass of what is compiled into the caches on disk, each in a process of its own."""
+    return [*itertools.product(BACKENDS, sizes.shapes, (False, True))]
 
 
 def compile_unit(record: Record, sizes: Sizes, number: int) -> None:
     """Make and run one of the calls."""
-    name, make = [*compile_units(sizes).items()][number]
+    backend, name, gradients = compile_units(sizes)[number]
 
     def run() -> Row:
         begin = time.time()
-        make()()
+        short_call(sizes, sizes.shapes[name], backend, gradients)()
         synchronize(device_of()[0])
         return {"seconds": time.time() - begin}
 
-    record.note(name, run)
+    record.note(f"{backend}, {name}, {name_of(gradients)}", run)
 
 
 def short_call(sizes: Sizes, shape: Shape, backend: str, gradients: bool) -> Run:
-    return runnable(
-        backend, call_of(shape, sizes, sizes.checked, 0.5, split_heads(shape, 0.25, 0.25), gradients), gradients
-    )
+    """A prefill of random states by a backend, with heads of every kind, routed ones on for half of the tokens.
 
-
-def runnable(backend: str, call: Call, gradients: bool) -> Run:
-    """A call of a backend. Raises RuntimeError where it does not take it."""
-    found = backend_of(backend, call)
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return call.run(found, gradients)
-
-
-# ---- exactness
-
-
-def correct(record: Record, sizes: Sizes) -> None:
-    """Each backend against the operation by the letter in float64, on the same numbers: outputs, then gradients."""
-    length = sizes.checked
-    for name, shape in sizes.shapes.items():
-        for plan, kinds in (("mixed", split_heads(shape, 0.25, 0.25)), ("all routed", ((), ()))):
-            for documents in ((), (length // 3,)):
-                call = call_of(shape, sizes, length, 0.5, kinds, gradients=True, documents=documents)
-                words = f"{name}, {plan}, {length}{', two documents' if documents else ''}"
-                exact = functools.cache(functools.partial(exactly, call))
-                for backend in ("reference", *BACKENDS):
-                    for gradients in (False, True):
-                        error = functools.partial(error_of, call, backend, exact, gradients)
-                        record.note(f"{words}, {backend}, {name_of(gradients)}", error)
-
-
-def exactly(call: Call) -> list[torch.Tensor]:
-    """Outputs and gradients in float64, by all scores and a mask."""
-    own = call._replace(inputs=[tensor.detach().double().requires_grad_() for tensor in call.inputs])
-    return [own.run(by_the_letter, False)(), *own.run(by_the_letter, True)()]
+    Raises RuntimeError where the backend does not take it.
+    """
+    device, dtype = device_of()
+    length, heads = sizes.compiled, shape.heads
+    positions = torch.arange(length, device=device)[None]
+    start = min(sizes.start, length // 4)
+    seen = Seen.from_positions(positions, torch.zeros_like(positions), sizes.window, sizes.sinks, start)
+    seen = seen._replace(is_causal=True)
+    on, kinds = torch.rand(1, length, heads, device=device) < 0.5, split_heads(shape, 0.25, 0.25)
+    for ids, state in zip(kinds, (True, False), strict=True):
+        on[..., list(ids)] = state
+    sizes_of_distant = (1, length, heads), (heads, shape.size)
+    distant = [torch.randn(size, device=device, dtype=dtype, requires_grad=gradients) for size in sizes_of_distant]
+    call = Call([*states(shape, length, gradients), *distant], seen.first(on | seen.all_on[..., None]), seen, kinds)
+    attend, why_not = attention.BACKENDS[backend]
+    if refused := why_not(call.arguments(*call.inputs)):
+        raise RuntimeError(refused)
+    return call.run(attend, gradients)
 
 
 def by_the_model(call: attention.Call) -> torch.Tensor:
     return interval_attention(*call[:-1], kinds=call.kinds)
-
-
-def by_the_letter(call: attention.Call) -> torch.Tensor:
-    return masked_attention(*call[:-1])
-
-
-def reference(call: attention.Call) -> torch.Tensor:
-    return reference_attention(*call[:-1])
-
-
-def error_of(call: Call, backend: str, exact: Callable[[], list[torch.Tensor]], gradients: bool) -> Row:
-    """The norm of the difference over that of what is right: of the output or, the largest, of gradients."""
-    found = runnable(backend, call, gradients)()
-    pairs = zip(found, exact()[1:], strict=True) if gradients else [(found, exact()[0])]
-    return {"error": max(distance(*pair) for pair in pairs)}
-
-
-# ---- sorted calls
-
-
-def sorted_calls(record: Record, sizes: Sizes) -> None:
-    """Sorted queries of LLaMA3-8B's shape, all heads routed, by each backend at shares of entries that are on.
-
-    "whole" is interval attention: the plan, sorting, the call, and putting its outputs back.
-    """
-    shape = sizes.shapes["llama3-8b"]
-    for length in sizes.lengths:
-        for gradients in (False, True):
-            inputs = states(shape, length, gradients)
-            runs: dict[str, Run | str] = {peer: pass_of(DENSE[peer], inputs, gradients) for peer in BASES}
-            for share in SHARES:
-                call = call_of(shape, sizes, length, share / 100, ((), ()), gradients)
-                for name in BACKENDS:
-                    runs[f"{name}, {share} %"] = sorted_run(name, call, gradients)
-            for name in BACKENDS:
-                whole = backend_of(name, call)
-                runs[f"{name}, whole, {SHARES[-1]} %"] = whole if isinstance(whole, str) else call.run(whole, gradients)
-            runs[f"plan, {SHARES[-1]} %"] = functools.partial(planned, call, gradients)
-            record.cell(f"{length}, {name_of(gradients)}", runs, BASES)
-
-
-def planned(call: Call, gradients: bool) -> Plan:
-    """The plan of a call whose heads are all routed."""
-    query, key, *_ = call.inputs
-    heads = query.shape[1]
-    _, table = group_table(tuple(range(heads)), heads // key.shape[1], query.device)
-    return plan_of(call.first, call.seen, table, key.shape[2], gradients)
-
-
-def sorted_run(name: str, call: Call, gradients: bool) -> Run | str:
-    """A backend's attention of sorted queries, or why it has none."""
-    found = backend_of(name, call)
-    if isinstance(found, str):
-        return found
-    query, key, value, *_ = call.inputs
-    plan, scaling = planned(call, gradients), query.shape[-1] ** -0.5
-    rows = query.detach().transpose(1, 2).flatten(0, 2)
-    entries = rows[plan.rows.clamp_max(len(rows) - 1)].requires_grad_(gradients)
-    attend = importlib.import_module(f"moh_llm.attention.{name}").sorted_attention
-    return pass_of(lambda q, k, v: attend(q, k, v, plan, scaling)[0], [entries, key, value], gradients)
 
 
 # ---- decoding
@@ -234,20 +113,20 @@ def decoding_peers(inputs: list[torch.Tensor]) -> dict[str, Run]:
     """Dense attention of one token per row: by backends of SDPA, keys shared by it or as queries of one head."""
     query, key, value = inputs
     packed = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
-    found = {}
-    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
-        for way, q, gqa in (("shared", query, True), ("packed", packed, False)):
+    ways = {"shared": (query, True), "packed": (packed, False)}
 
-            def run(backend: SDPBackend = backend, q: torch.Tensor = q, gqa: bool = gqa) -> torch.Tensor:
-                with sdpa_kernel(backend), torch.no_grad():
-                    return scaled_dot_product_attention(q, key, value, enable_gqa=gqa)
+    def attend(backend: SDPBackend, q: torch.Tensor, gqa: bool) -> torch.Tensor:
+        with sdpa_kernel(backend), torch.no_grad():
+            return scaled_dot_product_attention(q, key, value, enable_gqa=gqa)
 
-            found[f"{backend.name.split('_')[0].lower()}, {way}"] = run
-    return found
+    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    backends["efficient"] = SDPBackend.EFFICIENT_ATTENTION
+    pairs = itertools.product(backends, ways)
+    return {f"{name}, {way}": functools.partial(attend, backends[name], *ways[way]) for name, way in pairs}
 
 
 def decode(record: Record, sizes: Sizes) -> None:
-    """Interval attention of one token per row over a cache, eager, where launches decide, and in a CUDA graph."""
+    """Interval attention of one token per row over a cache, in a CUDA graph."""
     device, dtype = device_of()
     for name, shape in sizes.shapes.items():
         for context in sizes.contexts:
@@ -263,7 +142,6 @@ def decode(record: Record, sizes: Sizes) -> None:
                     runs[f"{plan}, 50 %"] = call.run(by_the_model, False)
                     more[f"{plan}, 50 %"] = chosen(call)
                 cell = f"{name}, {rows} rows over {context}"
-                record.cell(f"{cell}, eager", runs, bases, more)
                 record.cell(f"{cell}, graph", graphs_of(runs), bases, more)
 
 

@@ -1,19 +1,23 @@
-"""Section of `gpu.py` about attention of whole layers, with several plans."""
+"""Sections of `gpu.py` about attention of whole layers with several plans: its time, and that of each kernel."""
 
 import contextlib
+import functools
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from gpu_backends import Call, by_the_model, chosen, split_heads
-from gpu_operation import BASES, DENSE, gradient_of, graphs_of, name_of, pass_of
+from gpu_operation import DENSE, PINNED, gradient_of, graphs_of, name_of, pass_of
 from gpu_rows import Record, Row, Run, Shape, Sizes, device_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaModel, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moh_llm.devices import synchronize
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaModel
 from moh_llm.modeling.interval_attention_moh import NAME
 
@@ -23,10 +27,9 @@ PLANS = {  # shares of heads that are always and never on; of the others half ar
     "75 %": (0.5, 0.0),
     "routed 50 %": (0.0, 0.0),
 }
-TRAINED = {f"mixed, {kind}": PLANS["mixed 50 %"] for kind in ("sampled", "exact")}  # routers, by a gate's gradient
-PINNED = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash (FA2)": SDPBackend.FLASH_ATTENTION}
 ROWS = {"smollm2-135m": 8}  # up to 8,192 tokens, where one row does not fill a GPU
 VOCABULARY = 1024
+PASSES = 4  # of a profile
 
 
 def config_of(shape: Shape, sizes: Sizes, plan: tuple[float, float] | None, **more: Any) -> LlamaConfig:
@@ -162,7 +165,7 @@ def layer(record: Record, sizes: Sizes) -> None:
 def measure_layer(
     record: Record, sizes: Sizes, cell: str, shape: Shape, rows: int, length: int, gradients: bool
 ) -> None:
-    """The cells of one shape, length and pass: eager, in a CUDA graph, and the operation alone in a graph."""
+    """The cells of one shape, length and pass: a layer, and the operation alone, in CUDA graphs."""
     if time.time() > record.until:
         record.note(cell, dict)
         return
@@ -175,28 +178,23 @@ def measure_layer(
     runs |= {peer: whole(module, args, kwargs, gradients, pinned) for peer, pinned in PINNED.items()}
     operations: dict[str, Run] = {}
     more: dict[str, Row] = {}
-    for plan, shares in (PLANS | TRAINED if gradients else PLANS).items():
+    for plan, shares in PLANS.items():
         model = layer_of(shape, sizes, shares, base)
         balance(model, hidden)
-        if plan in TRAINED:
-            model.set_gate_gradient(plan.split()[-1])
-            model.layers[0].self_attn.router.requires_grad_(True)
         calls: list[Call] = []
         with calls_of(calls):
             module, args, kwargs = arguments_of(model, inputs)
         runs[plan] = whole(module, args, kwargs, gradients, None)
-        if calls and plan in PLANS:  # without calls all heads are on
+        if calls:  # without calls all heads are on
             call = calls[0]._replace(inputs=[x.detach().requires_grad_(gradients) for x in calls[0].inputs])
             operations[plan] = call.run(by_the_model, gradients)
             more[plan] = chosen(call) | {"keys": round(keys_of(call), 3)}
             states = call.inputs[:3]
     less = {peer: "projections" for peer in runs if peer != "projections"}
-    record.cell(f"{cell}, eager", runs, PINNED, more, less)
     record.cell(f"{cell}, graph", graphs_of(runs), PINNED, more, less)
     if operations:
-        operations = {peer: pass_of(DENSE[peer], states, gradients) for peer in BASES} | operations
-        graphs = graphs_of(operations) if device.type == "cuda" else operations
-        record.cell(f"{cell}, operation", graphs, BASES, more)
+        operations = {peer: pass_of(attend, states, gradients) for peer, attend in DENSE.items()} | operations
+        record.cell(f"{cell}, operation", graphs_of(operations), DENSE, more)
 
 
 def keys_of(call: Call) -> float:
@@ -204,3 +202,43 @@ def keys_of(call: Call) -> float:
     last, start, sink_end = call.seen.last, call.seen.start, call.seen.sink_end
     read = (last - call.first + 1).clamp_min(0) + (torch.minimum(sink_end, call.first) - start).clamp_min(0)
     return (read.sum() / (last - start + 1).expand_as(read).sum()).item()
+
+
+def kernels(record: Record, sizes: Sizes) -> None:
+    """Microseconds of each kernel in attention of a layer: the base's, and those of two plans, at the first length."""
+    device, dtype = device_of()
+    name, shape = next(iter(sizes.shapes.items()))
+    length = sizes.lengths[0]
+    inputs = torch.randn(1, length, shape.width, device=device, dtype=dtype)
+    base = layer_of(shape, sizes, None, None)
+    for gradients in (False, True):
+        module, args, kwargs = arguments_of(base, inputs)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        runs = {"base": whole(module, args, kwargs, gradients, PINNED["cudnn"] if device.type == "cuda" else None)}
+        for plan in ("fixed 50 %", "mixed 50 %"):
+            model = layer_of(shape, sizes, PLANS[plan], base)
+            balance(model, hidden)
+            runs[plan] = whole(*arguments_of(model, inputs), gradients, None)
+        for plan, run in runs.items():
+            record.note(f"{name}, 1 x {length}, {name_of(gradients)}, {plan}", functools.partial(profiled, run, device))
+
+
+def profiled(run: Run, device: torch.device) -> Row:
+    """Of each kernel the microseconds and the launches in one pass, the longest first."""
+    for _ in range(3):
+        run()
+    synchronize(device)
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    with profile(activities=activities) as found:
+        for _ in range(PASSES):
+            run()
+        synchronize(device)
+    times, launches = defaultdict(float), defaultdict(float)
+    for event in found.events():
+        if not on_cuda or event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name] += (event.device_time if on_cuda else event.self_cpu_time_total) / PASSES
+            launches[event.name] += 1 / PASSES
+    order = sorted(times, key=times.get, reverse=True)
+    kernels = {name: [round(times[name], 1), launches[name]] for name in order}
+    return {"us": round(sum(times.values()), 1), "kernels": kernels}

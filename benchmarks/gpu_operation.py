@@ -3,7 +3,6 @@
 import functools
 import importlib.metadata
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from gpu_rows import Record, Row, Run, Shape, Sizes, device_of
@@ -28,12 +27,8 @@ def facts(record: Record, sizes: Sizes) -> None:
 
 def versions(device: torch.device) -> Row:
     found: Row = {"device": name_device(device), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    here = {one.name.lower().replace("_", "-"): one.version for one in importlib.metadata.distributions()}
+    return found | {name: here.get(name) for name in PACKAGES}
 
 
 def speed(record: Record, device: torch.device, dtype: torch.dtype) -> Row:
@@ -96,23 +91,16 @@ def graphed(run: Run) -> Run:
     return graph.replay
 
 
-class Late:
-    """A run that is made when it is first called, so that what fails then is that row's."""
-
-    def __init__(self, make: Callable[[], Run]):
-        self.make, self.run = make, None
-
-    def __call__(self) -> Any:
-        if self.run is None:
-            self.run = self.make()
-        return self.run()
-
-
-def graphs_of(runs: dict[str, Run]) -> dict[str, Run | str]:
-    """The same as CUDA graphs, which are recorded when they are first called."""
+def graphs_of(runs: dict[str, Run]) -> dict[str, Run]:
+    """The same as CUDA graphs, which are recorded when they are first called; on other devices as they are."""
     if device_of()[0].type != "cuda":
-        return dict.fromkeys(runs, "no CUDA device")
-    return {peer: Late(functools.partial(graphed, run)) for peer, run in runs.items()}
+        return runs
+
+    def late(run: Run) -> Run:
+        recorded = functools.cache(functools.partial(graphed, run))  # what fails then is that row's
+        return lambda: recorded()()
+
+    return {peer: late(run) for peer, run in runs.items()}
 
 
 def sdpa(backend: SDPBackend) -> Attention:
@@ -125,11 +113,9 @@ def sdpa(backend: SDPBackend) -> Attention:
     return attend
 
 
-DENSE: dict[str, Attention] = {
-    "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
-    "flash (FA2)": sdpa(SDPBackend.FLASH_ATTENTION),
-}
-BASES = ("cudnn", "flash (FA2)")  # what SDPA has: the base's attention is pinned to each, and the faster one counts
+# What SDPA has: the base's attention is pinned to each, and the faster one counts.
+PINNED = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash (FA2)": SDPBackend.FLASH_ATTENTION}
+DENSE: dict[str, Attention] = {peer: sdpa(backend) for peer, backend in PINNED.items()}
 
 
 def name_of(gradients: bool) -> str:

@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
 
     shapes: dict[str, Shape]
     lengths: tuple[int, ...]
-    checked: int  # tokens that are compared with float64
+    compiled: int  # tokens of the calls that compile
     contexts: tuple[int, ...]  # keys in decoding
     rows: tuple[int, ...]
     window: int
@@ -97,12 +97,6 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].strip()[:160] if lines else ''}"
 
 
-def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference, relative to that of `expected`."""
-    expected = expected.double()
-    return ((got.double() - expected).norm() / expected.norm()).item()
-
-
 class Lost(Exception):
     """The device answers no more; another process goes on."""
 
@@ -155,7 +149,7 @@ class Record:
     def cell(
         self,
         cell: str,
-        runs: dict[str, Run | str],
+        runs: dict[str, Run],
         dense: Iterable[str],
         more: dict[str, Row] | None = None,
         less: dict[str, str] | None = None,
@@ -164,7 +158,7 @@ class Record:
 
         Args:
             cell: what the rows have in common.
-            runs: by name, what is timed; a text says why a peer cannot run.
+            runs: by name, what is timed.
             dense: names of peers.
             more: what else is known of a peer.
             less: of which peer the time is left out of a peer's, on both sides, in the ratio "beyond".
@@ -176,12 +170,11 @@ class Record:
         rows: dict[str, Row] = {name: {"cell": cell, "peer": name, **(more or {}).get(name, {})} for name in runs}
         timed: dict[str, Run] = {}
         for name, run in runs.items():
-            failed = run if isinstance(run, str) else None
             if known.get(name) == LOST:
                 failed = LOST
             elif time.time() > self.until:
                 failed = CUT
-            elif failed is None:
+            else:
                 self.write(rows[name] | {"failed": LOST})
                 _, failed = self._attempt(run)
             self.write(rows[name] | {"failed": failed or READY})
@@ -258,7 +251,7 @@ LINE = "{:<44} {:<20}{:>10}{:>25}{:>25}  {}"
 def show(row: Row) -> None:
     """Print a row."""
     ms = f"{row['ms']:.4g}" if "ms" in row else ""
-    rest = [f"{name} {row[name]:.2g}" for name in ("keys", "error") if name in row]
+    rest = [f"keys {row['keys']:.2g}"] if "keys" in row else []
     rest += [f"{row['us']} us in {len(row['kernels'])} kernels"] if "us" in row else []
     rest += [str(row[name]) for name in ("backend", "failed") if row.get(name)]
     ratios = words(row.get("ratio")), words(row.get("beyond"))

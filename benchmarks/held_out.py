@@ -4,7 +4,7 @@ import argparse
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -46,6 +46,12 @@ def read_texts(
     if args.last and args.documents is None:
         raise UserError("--last takes the last of how many? Give --documents, too")
     return {name: _read(name, args, tokenizer, length, batch_size) for name in names}
+
+
+def documents(name: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+    """Token ids of each document of a text file or glob."""
+    (source,) = mixture_from_files([name]).sources
+    return (ids for _, ids, _ in TextTokenizer.from_tokenizer(tokenizer).encode(source_documents(source)))
 
 
 def _read(

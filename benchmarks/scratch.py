@@ -1,4 +1,4 @@
-"""Small LLaMAs trained from scratch side by side: dense, MoH (Eq. 5 to 8), MoA, SwitchHead, GQE, static sparse heads.
+"""Small LLaMAs trained from scratch side by side: dense, MoH (Eq. 5 to 8), MoA, SwitchHead, static sparse heads.
 
     python benchmarks/scratch.py "$CORPORA/redpajama_c4/train*" "$CORPORA/pile/train*" --size 5m \\
         --output-dir out/scratch
@@ -7,10 +7,6 @@ With one seed all methods read the same sequences in the same order, with one sc
 steps, cosine to 10 %) and the same optimizer. They are compared at equal tokens, and at equal FLOPs: methods that need
 fewer per token than the dense model then read more tokens, in a run of their own with its own schedule. FLOPs are what
 a method needs by its paper, not what is computed here, so that seconds say nothing about what it could save.
-`--methods all` adds ablations of MoH. With `--save` models are kept, for `convert.py`:
-
-    python benchmarks/scratch.py TEXT... --output-dir out/scratch --methods mixtral --equal tokens --seeds 1 --save
-    python convert.py out/scratch/models/mixtral-seed-0-488-steps --output-dir out/moh-mixtral --calibration TEXT...
 
 Losses are in nats per token on held-out documents of the corpora. 95 % intervals of the difference to the dense model,
 or to another `--reference`, are by bootstrap over documents and seeds; with few seeds they are too narrow.
@@ -23,16 +19,13 @@ is taken as twice that for all. How large each method is made:
 
 - MoH: the dense model's weights and the routers, with the least number of shared heads above 40 % of the active ones,
   as its paper advises. `moh-100` has all heads on: its difference to the dense model is due to its gates' weights.
-  `-normalized` has the weights of the authors' code. `-first-N` routes in one stage, with N shared heads.
+  `-normalized` has the weights of the authors' code.
 - MoA: 2H - 1 experts of the dense model's head size: with one head of keys and values these are the dense attention's
   parameters. The router's are taken from the feed-forward network.
 - SwitchHead: heads times experts are the dense model's heads, as in its paper; heads are as large as fits into the
   dense attention's parameters, and the feed-forward network takes the rest.
-- GQE: two query heads per group, of which one is selected, as in its paper, which compares with `dense-gqa`.
 - Static: the heads that are off do not exist, keys and values included, so that it has fewer parameters. `-averaged`:
   outputs of heads are averaged, not summed, as MoH's weights do at first; no head is off, and none routed.
-- Mixtral: grouped queries, and per token as many FLOPs of the feed-forward network as the dense model. It is here to be
-  converted, not to be compared.
 """
 
 import argparse
@@ -50,7 +43,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from baselines.gqe import GQEAttention
 from baselines.layers import BaselineAttention, BaselineForCausalLM
 from baselines.moa import MoAAttention
 from baselines.static import StaticAttention
@@ -58,14 +50,7 @@ from baselines.switchhead import SwitchHeadAttention
 from command import keep_settings, status_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MixtralConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from moh_llm.conversion.base import moh_fields
 from moh_llm.data.mixture import Mixture, mixture_from_arguments
@@ -89,8 +74,6 @@ from moh_llm.training.step import BETAS, is_decayed, warmup_cosine
 END, VOCABULARY = "<end>", 4096
 SETTINGS = "corpora", "size", "tokens", "context", "batch", "learning_rate", "mixed_precision", "held_out_tokens"
 SHARES = 75, 50  # percent of the heads that are on
-SHARED = 1 / 8, 1 / 4, 1 / 2  # of the heads, in one stage
-BALANCE = 0, 0.001, 0.1  # weights of MoH's load-balance loss beside the paper's 0.01
 RESAMPLES = 2000
 LINE = "{:<30}{:>12}{:>14}{:>12}{:>10}{:>10}  {:<20}{:>8}"
 
@@ -117,7 +100,7 @@ SIZES = {
 class Method:
     """A model to train: its config, MoH's where it is one, and the attention that takes the place of LLaMA's."""
 
-    config: LlamaConfig | MixtralConfig
+    config: LlamaConfig
     attention: Callable[[LlamaConfig], BaselineAttention] | None = None
 
     def make(self) -> PreTrainedModel:
@@ -146,61 +129,31 @@ class Method:
         return sum(counts.values()), inner
 
 
-def make_methods(size: Size, vocab_size: int, length: int) -> tuple[dict[str, Method], list[str]]:
-    """All methods by name, and the names of those that are compared; the others are ablations of MoH, and Mixtral."""
+def make_methods(size: Size, vocab_size: int, length: int) -> dict[str, Method]:
+    """All methods by name."""
     fields = {
         **{"vocab_size": vocab_size, "hidden_size": size.hidden, "intermediate_size": size.intermediate},
         **{"num_hidden_layers": size.layers, "num_attention_heads": size.heads, "num_key_value_heads": size.heads},
         **{"head_dim": size.hidden // size.heads, "max_position_embeddings": length},
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
-    methods = {
-        "dense": Method(LlamaConfig(**fields)),
-        "dense-gqa": Method(LlamaConfig(**fields | {"num_key_value_heads": size.heads // 2})),
-    }
-    averaged = partial(StaticAttention, averaged=True)
-    methods["dense-averaged"] = Method(methods["dense"].config, partial(averaged, heads=size.heads))
+    averaged, dense = partial(StaticAttention, averaged=True), LlamaConfig(**fields)
+    methods = {"dense": Method(dense), "dense-averaged": Method(dense, partial(averaged, heads=size.heads))}
     for percent in SHARES:
         active = size.heads * percent // 100
         methods |= {
             f"moh-{percent}": moh(fields, active),
             f"moh-{percent}-quantized": moh(fields, active, router_score="quantized"),
             f"moh-{percent}-normalized": moh(fields, active, router_score="normalized"),
-            f"static-{percent}": Method(methods["dense"].config, partial(StaticAttention, heads=active)),
-            f"static-{percent}-averaged": Method(methods["dense"].config, partial(averaged, heads=active)),
+            f"static-{percent}": Method(dense, partial(StaticAttention, heads=active)),
+            f"static-{percent}-averaged": Method(dense, partial(averaged, heads=active)),
             f"moa-{percent}": matched(
                 methods["dense"], partial(MoAAttention, experts=2 * size.heads - 1, active=active), methods["dense"]
             ),
         }
     methods["switchhead"] = switchhead(methods["dense"], size)
-    methods["gqe"] = Method(methods["dense-gqa"].config, partial(GQEAttention, active=1))
-    compared = list(methods)
-
-    methods["mixtral"] = mixtral(fields, size)
-    active = size.heads * SHARES[0] // 100
-    name, usual = f"moh-{SHARES[0]}", methods[f"moh-{SHARES[0]}"].config
-    one_stage = {"router_type": "linear"}
-    methods |= {
-        "moh-100": moh(fields, size.heads),
-        "moh-100-normalized": moh(fields, size.heads, router_score="normalized"),
-        f"{name}-one-stage": moh(fields, active, **one_stage),
-        f"{name}-no-shared": moh(fields, active, num_shared_heads=0, **one_stage),
-    }
-    for shared in range(1, active):
-        if shared != usual.num_shared_heads:
-            methods[f"{name}-shared-{shared}"] = moh(fields, active, num_shared_heads=shared)
-    for shared in sorted({max(1, round(share * size.heads)) for share in SHARED}):
-        methods[f"{name}-first-{shared}"] = moh(fields, active, num_shared_heads=shared, **one_stage)
-    for weight in BALANCE:
-        methods[f"{name}-balance-{weight:g}"] = moh(fields, active, head_balance_coef=float(weight))
-    return methods, compared
-
-
-def mixtral(fields: dict, size: Size) -> Method:
-    """Eight feed-forward experts; the two that a token selects are as wide as the dense model's network."""
-    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": size.intermediate // 2}
-    experts["output_router_logits"] = True  # the loss has the load-balance loss
-    return Method(MixtralConfig(**fields | {"num_key_value_heads": size.heads // 2} | experts))
+    methods["moh-100"] = moh(fields, size.heads)
+    return methods | {"moh-100-normalized": moh(fields, size.heads, router_score="normalized")}
 
 
 def moh(fields: dict, active: int, **plan) -> Method:
@@ -236,7 +189,7 @@ def main() -> int:
     parser.add_argument("corpora", nargs="+", help="text files or globs, or one mixture (.yaml)")
     parser.add_argument("--output-dir", type=Path, required=True, help="folder of scratch.json and the tokenizer")
     parser.add_argument("--size", choices=SIZES, default="5m", help="parameters of the dense model without embeddings")
-    parser.add_argument("--methods", nargs="+", help="names, or all; the dense model is always trained")
+    parser.add_argument("--methods", nargs="+", help="names (default: all); the dense model is always trained")
     parser.add_argument("--tokens", type=int, default=4_000_000, help="of a run at equal tokens")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
     parser.add_argument("--reference", default="dense", help="the method that differences are to, by default dense")
@@ -246,7 +199,6 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="the highest")
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no", help="of training, not of scores")
     parser.add_argument("--held-out-tokens", type=int, default=200_000)
-    parser.add_argument("--save", action="store_true", help="keep models that convert in OUTPUT/models")
     args = parser.parse_args()
     return status_of(locked, args)
 
@@ -264,8 +216,8 @@ def run(args: argparse.Namespace) -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     tokenizer = open_tokenizer(trained_tokenizer(args, mixture))
     text_tokenizer = TextTokenizer.from_tokenizer(tokenizer)
-    known, compared = make_methods(SIZES[args.size], text_tokenizer.vocab_size, args.context)
-    names = list(known) if args.methods == ["all"] else list(dict.fromkeys(["dense", *(args.methods or compared)]))
+    known = make_methods(SIZES[args.size], text_tokenizer.vocab_size, args.context)
+    names = list(dict.fromkeys(["dense", *(args.methods or known)]))
     if args.reference not in names:
         raise UserError(f"--reference {args.reference}: not among the methods {' '.join(names)}; add it to --methods")
     if unknown := [name for name in names if name not in known]:
@@ -283,7 +235,7 @@ def run(args: argparse.Namespace) -> None:
         record["methods"][name] = {"parameters": total, "inner": inner, "flops_per_token": costs[name]}
         record["planned"].setdefault("tokens", {})[name] = steps
         record["planned"].setdefault("flops", {})[name] = max(2, round(steps * costs["dense"] / costs[name]))
-    train_missing(args, record, {name: known[name] for name in names}, sources, batches, tokenizer)
+    train_missing(args, record, {name: known[name] for name in names}, sources, batches)
     found, documents = record["held_out"]["overlap"], record["held_out"]["tokens_of_documents"]
     print(f"{len(documents)} held-out documents, {sum(documents):,} tokens; {found['shared']:.2%} of their", end=" ")
     print(f"{found['ngram']}-grams are in the training text; {args.seeds} seeds", end="; ")
@@ -301,7 +253,6 @@ def train_missing(
     methods: dict[str, Method],
     sources: Sequence[TokenizedSource],
     batches: Sequence[Batch],
-    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Train and score the runs that the record lacks, one seed after the other; each is written when it ends."""
     device = choose_device()
@@ -321,11 +272,6 @@ def train_missing(
                 "nats": score(model, batches)[:, 1].tolist(),
                 "data": make_receipt(stream, steps * args.batch),
             }
-            if args.save and methods[name].attention is None:
-                kept = args.output_dir / "models" / f"{name}-seed-{seed}-{steps}-steps"
-                with new_folder(kept, overwrite=True) as folder:
-                    model.save_pretrained(folder)
-                    tokenizer.save_pretrained(folder)
             write_json(args.output_dir / "scratch.json", record)
 
 

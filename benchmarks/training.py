@@ -123,7 +123,10 @@ def against_dense(config: TrainConfig, args: argparse.Namespace) -> None:
     for _ in range(args.rounds):
         for name, peer in peers.items():
             seconds[name].append(peer.submit(take_turn).result())
-    show(seconds, args)
+    mine, theirs = (statistics.median(times) for times in seconds.values())
+    ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
+    print(f"MoH: {mine:.3f} s a step, {args.blocks * args.length / mine:.0f} tokens/s; dense: {theirs:.3f} s; ", end="")
+    print(f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) over {args.rounds} rounds")
 
 
 def prepare(config: TrainConfig, args: argparse.Namespace, name: str) -> None:
@@ -137,20 +140,6 @@ def take_turn() -> float:
     began = now()
     step()
     return now() - began
-
-
-def show(seconds: dict[str, list[float]], args: argparse.Namespace) -> None:
-    """Print medians, and the median over rounds of the first peer's time over the second's."""
-    (first, mine), (second, theirs) = seconds.items()
-    ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
-    ratio = statistics.median(ratios)
-    tokens = args.blocks * args.length
-    print(
-        f"{first}: {statistics.median(mine):.3f} s a step, {tokens / statistics.median(mine):.0f} tokens/s; "
-        f"{second}: {statistics.median(theirs):.3f} s; ratio {ratio:.3f} "
-        f"({min(ratios):.3f} to {max(ratios):.3f}) over {len(mine)} rounds",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

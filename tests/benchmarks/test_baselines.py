@@ -14,7 +14,6 @@ from transformers import LlamaConfig
 from tests.benchmarks import naive_baselines as naive
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from baselines.gqe import GQEAttention
 from baselines.layers import BaselineAttention, BaselineForCausalLM
 from baselines.moa import MoAAttention
 from baselines.static import StaticAttention
@@ -45,16 +44,6 @@ CASES = {
         partial(StaticAttention, heads=3, averaged=True),
         partial(naive.static, size=SIZE, heads=3, theta=THETA, weight=1 / 3),
         None,
-    ),
-    "gqe": Case(
-        partial(GQEAttention, active=1),
-        partial(naive.gqe, size=SIZE, groups=2, active=1, theta=THETA),
-        naive.gqe_loss,
-    ),
-    "gqe, two of three": Case(
-        partial(GQEAttention, active=2),
-        partial(naive.gqe, size=SIZE, groups=2, active=2, theta=THETA),
-        naive.gqe_loss,
     ),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scratch
 from scratch import SIZES, difference_interval, make_methods
 
-METHODS = ["moh-75", "moa-75", "switchhead", "gqe", "static-50", "moh-75-quantized", "moh-75-first-1"]
+METHODS = ["moh-75", "moa-75", "switchhead", "static-50", "moh-75-quantized", "moh-100"]
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_methods_are_trained_and_compared(command, capsys, tmp_path):
                 assert row["tokens"] == 512
     tokens = record["held_out"]["tokens_of_documents"]
     losses = {row["method"]: row["loss"] for row in record["tables"]["tokens"]}
-    nats = record["runs"]["gqe, seed 0, 4 steps"]["nats"]
-    assert len(nats) == len(tokens) and sum(nats) / sum(tokens) == pytest.approx(losses["gqe"])
+    nats = record["runs"]["switchhead, seed 0, 4 steps"]["nats"]
+    assert len(nats) == len(tokens) and sum(nats) / sum(tokens) == pytest.approx(losses["switchhead"])
     assert len(set(losses.values())) == len(losses)
 
 
@@ -88,7 +88,7 @@ def test_an_interrupted_command_goes_on(command, monkeypatch, capsys):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_are_matched(size):
-    methods, compared = make_methods(SIZES[size], 4096, 512)
+    methods = make_methods(SIZES[size], 4096, 512)
     flops = {name: method.flops_per_token(512) for name, method in methods.items()}
     inner = {name: methods[name].parameters()[1] for name in ("dense", "moa-75", "moa-50", "switchhead", "moh-75")}
     for name in ("moa-75", "moa-50", "switchhead"):
@@ -100,7 +100,6 @@ def test_sizes_are_matched(size):
     assert 0 < flops["moh-100"] - flops["dense"] < 0.02 * flops["dense"]  # its routers
     for percent in (75, 50):
         assert flops[f"static-{percent}"] < flops[f"moh-{percent}"]
-    assert set(compared) < set(methods)
 
 
 def test_intervals_are_of_documents_and_seeds():
