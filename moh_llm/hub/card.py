@@ -211,15 +211,14 @@ def _hub_datasets(run: TrainingRun | None) -> list[str]:
 
 def _kept(config: MoHLlamaConfig, lineage: Lineage) -> Table:
     """Keys, heads, and figures against the base, of the model as it was converted and as it was tuned."""
-    active, columns = sum(config.active_heads_per_layer) / config.num_hidden_layers, {}
+    columns, heads = {}, f" ({sum(config.active_heads_per_layer) / config.num_hidden_layers:.4g})"
 
-    def add(
-        name: str, length: int | None, keys: float | None, on: float | None, scores: Scores | None
-    ) -> dict[str, str]:
+    def add(name: str, length: int | None, keys: float | None, scores: Scores | None, heads: str) -> dict[str, str]:
         read, planned = (show_number(share, ".1f", 100) for share in (scores and scores.keys_read, keys))
+        on = show_number(scores and scores.heads_read, ".4g")
         cells = columns[f"{name}, {show_number(length, ',')} tokens"] = {
             "keys read (planned), % of the base's": "-" if read == planned == "-" else f"{read} ({planned})",
-            f"heads on (planned), of {config.num_attention_heads}": f"{show_number(on, '.4g')} ({active:.4g})",
+            f"heads on (planned), of {config.num_attention_heads}": f"{on}{heads}",
         }
         if scores:
             ratio = show_figure(scores.ratio, scores.ratio_interval, "#.5g")
@@ -232,14 +231,14 @@ def _kept(config: MoHLlamaConfig, lineage: Lineage) -> Table:
         return cells
 
     if (made := lineage.conversion) and (plan := made.plan):
-        proof = made.verification
-        figures = add("as converted", plan.context, plan.keys_read, proof and proof.heads_read, _verified(made))
-        for part in proof.retrieval if proof else []:
+        # Training may change the planned heads, and the config has the last ones.
+        first = "" if lineage.run else heads
+        figures = add("as converted", plan.context, plan.keys_read, _verified(made), first)
+        for part in made.verification.retrieval if made.verification else []:
             figures[f"{part.task}, right of {part.asked}"] = f"{part.converted}; the base {part.base}"
     if run := lineage.run:
-        on = [line.routing.heads_read for line in run.lines if line.routing]
         length = run.recipe["data"]["sequence_length"]
-        add("tuned", length, run.record.keys_asked, on[-1] if on else None, run.record.evaluation)
+        add("tuned", length, run.record.keys_asked, run.record.evaluation, heads)
     names = dict.fromkeys(name for column in columns.values() for name in column)
     rows = [[name, *(column.get(name, "-") for column in columns.values())] for name in names]
     return Table(["", *columns], [row for row in rows if {*row[1:]} != {"-"}])
@@ -254,6 +253,7 @@ def _verified(made: Conversion) -> Scores | None:
         reference="base",
         reference_perplexity=proof.base_perplexity,
         keys_read=proof.keys_read,
+        heads_read=proof.heads_read,
         **proof.converted.model_dump(exclude={"perplexity_ratio"}),
     )
 

@@ -25,8 +25,8 @@ class Scores(Record):
         ratio_interval, kl_interval: 95 % intervals over documents (`moh_llm.intervals`); None below 5 documents.
         top1_agreement: share of tokens whose most likely prediction is the reference's.
         keys_read: threshold routers: share of the keys that the model reads in a document of the recipe's length.
-        dtype, all_heads_kl: of the saved model alone: the dtype of both models, and the KL with all heads on (how far
-            training moved the dense weights).
+        dtype, heads_read, all_heads_kl: of the saved model alone: the dtype of both models, the heads that a token has
+            on, mean over layers and tokens, and the KL with all heads on (how far training moved the dense weights).
     """
 
     tokens: int
@@ -40,6 +40,7 @@ class Scores(Record):
     top1_agreement: float | None = None
     keys_read: float | None = None
     dtype: str | None = None
+    heads_read: float | None = None
     all_heads_kl: float | None = None
 
     @property

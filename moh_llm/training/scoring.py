@@ -141,8 +141,8 @@ def score_saved(
     other = None if reference is None else networks.load_reference(config, reference, device)
     saved = networks.load_network(folder, dtype).to(device)
     step = TrainingStep(saved, other, config.objective, reference)
-    scores = evaluate(None, step, batches)[0]
-    scores.dtype = str(dtype).removeprefix("torch.")
+    scores, routing = evaluate(None, step, batches)
+    scores.dtype, scores.heads_read = str(dtype).removeprefix("torch."), routing.heads_read
     if reference is not None:
         scores.all_heads_kl = evaluate(None, step, batches, all_heads=True)[0].kl
     return scores

@@ -95,10 +95,12 @@ def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
     assert kept["perplexity"].endswith(" | 22.000, 1.1000 (1.0812 to 1.1234) times the base's")
     assert kept["KL to the base"].endswith(" | 0.0500 (0.0410 to 0.0620)")
     assert "at a learning rate of 5e-05, on cpu" in sections["How it was made"]
-    scores = {"tokens": 500, "documents": 40, "perplexity": 22.0, "keys_read": 0.345}
+    scores = {"tokens": 500, "documents": 40, "perplexity": 22.0, "keys_read": 0.345, "heads_read": 2.125}
     write_run(tuned.parent, "gone", record={"keys_asked": 0.33, "keys_calibrated": 0.331, "evaluation": scores})
     kept = facts(check_card(build_card(tuned, NAME))["What it keeps"])
     assert kept["keys read (planned), % of the base's"].endswith(" | 34.5 (33.0)")
+    # Those of the saved model, not of the log's last score.
+    assert re.fullmatch(r"[\d.]+ \| 2\.125 \(3\)", kept["heads on (planned), of 4"])
     assert kept["perplexity"].endswith(" | 22.000")
     record = {"status": "running", "data_read": None, "evaluation": None, "keys_asked": 0.33}
     write_run(tuned.parent, "gone", scores=0, record=record)

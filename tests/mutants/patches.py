@@ -436,9 +436,16 @@ PATCHES = (
     Patch(
         "a plan is claimed as what held-out text reads",
         "moh_llm/hub/card.py",
-        "on[-1] if on else None",
-        "active",
+        "heads_read=proof.heads_read,",
+        "heads_read=made.plan.keys_read,",
         (f"{CLAIMS}::test_claims_state_what_is_so[local-True]",),
+    ),
+    Patch(
+        "the heads of the last score in training are said to be those of the saved model",
+        "moh_llm/training/scoring.py",
+        '.removeprefix("torch."), routing.heads_read',
+        '.removeprefix("torch."), evaluate(None, step, batches[:1])[1].heads_read',
+        (f"{RUN}[local]",),
     ),
     Patch(
         "a frozen base is said to have changed",

@@ -88,10 +88,10 @@ def _keys(facts: Facts, path: str) -> list[Any]:
 
 def _heads(facts: Facts, path: str) -> list[Any]:
     active = costs.per_layer(facts.records["config"], "num_active_heads")
+    planned = [sum(active) / len(active)]
     if path == _PROOF:
-        return [conversion.heads_read(facts.found.proof.passes), sum(active) / len(active)]
-    line = [line for line in facts.records["log"] if "routing" in line][-1]
-    return [_value(line["routing"]["heads_read"]), sum(active) / len(active)]
+        return [conversion.heads_read(facts.found.proof.passes), *(planned if not facts.tuned else [])]
+    return [_value(facts.at(f"{_SAVED}.heads_read")), *planned]
 
 
 def _perplexity(facts: Facts, path: str) -> list[Any]:

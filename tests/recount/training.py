@@ -70,7 +70,8 @@ class Run(Recount):
         found = scores(compared) | _held_out_keys(self, compared.passes, saved.config.to_dict())
         saved.set_active_heads(8)
         dense = conversion.figures(network.compare(saved, self.base_network, self.held_out))
-        return found | {"dtype": "float32", "all_heads_kl": dense["kl"]}
+        on = torch.cat([heads_on(one) for one in compared.passes])
+        return found | {"dtype": "float32", "heads_read": Near(float(on.mean()), 6e-7), "all_heads_kl": dense["kl"]}
 
 
 def _log(run: Run) -> list[dict[str, Any]]:
