@@ -161,15 +161,14 @@ def make_parts(args: argparse.Namespace, sizes: Sizes) -> dict[str, dict[str, Jo
 
     heads = {name: out / f"plans/heads/{name}-threshold-head-{sizes.window}" for name in ("0.67", "0.5", "0.33", "0.2")}
     untrained = heads | {"groups": out / f"plans/groups/0.5-threshold-kv_group-{sizes.window}"}
-    fixed, streaming = (out / f"plans/{name}/0.5-none-head-{sizes.window}" for name in ("fixed", "streaming"))
+    fixed, streaming = (out / f"plans/fixed/0.5-{router}-head-{sizes.window}" for router in ("none", "streaming"))
     budgets, paper = ("0.33", "0.5", "0.2", "groups"), out / "plans/paper"
     seeds = [*((plan, 0) for plan in budgets), ("0.33", 1), ("0.33", 2)]
     parts = {
         "plans": {
             "heads": plans("heads", "--keys", *heads),
             "groups": plans("groups", "--keys", 0.5, "--granularities", "kv_group"),
-            "fixed": plans("fixed", "--keys", 0.5, "--routers", "none"),
-            "streaming": plans("streaming", "--keys", 0.5, "--routers", "none", "--streaming"),
+            "fixed": plans("fixed", "--keys", 0.5, "--routers", "none", "streaming"),
             "paper": job(paper, None, "convert.py", base, "--preset", "paper", "--heldout-tokens", 0, "--context",
                          sizes.context, "--output-dir", paper),
         },

@@ -1,5 +1,6 @@
 """The command that runs the others on a GPU: what it starts, ends, records and resumes, and all of it at tiny sizes."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def corpora(folder: Path) -> Path:
     return folder
 
 
-def test_the_plan_names_every_part_and_runs_nothing(tmp_path, monkeypatch, capsys):
+def test_the_plan_names_every_part_and_flags_that_there_are_and_runs_nothing(tmp_path, monkeypatch, capsys):
     (tmp_path / "base").mkdir()
     words = ["gpu_evidence.py", f"{tmp_path}/base", "--corpora", str(corpora(tmp_path / "text")), "--plan"]
     words += ["--output-dir", str(tmp_path / "out"), "--longer", str(tmp_path / "base")]
@@ -104,6 +105,12 @@ def test_the_plan_names_every_part_and_runs_nothing(tmp_path, monkeypatch, capsy
         "train",
         "ruler",
     ]
+    scripts = Path(gpu_evidence.__file__).parent
+    args = argparse.Namespace(base=tmp_path, longer=tmp_path, corpora=tmp_path / "text", output_dir=tmp_path / "out")
+    parts = gpu_evidence.make_parts(args, gpu_evidence.TINY)
+    for job in (job for part in parts.values() for job in part.values() if Path(job.words[1]).parent == scripts):
+        declared = Path(job.words[1]).read_text() + (scripts / "command.py").read_text()
+        assert [word for word in job.words if word.startswith("--") and f'"{word}"' not in declared] == [], job.words[1]
     (tmp_path / "text" / "pile" / "train-00000-of-00001.jsonl").unlink()
     with pytest.raises(SystemExit, match=r"has no pile/train-00000\*"):
         gpu_evidence.main()
