@@ -5,6 +5,7 @@ imported when they are first used, and the Auto classes of transformers learn of
 so that ``import moh_llm`` and ``moh-llm --help`` are fast.
 """
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -41,21 +42,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "MoHCache":
-        from moh_llm.attention.cache import MoHCache
-
-        return MoHCache
-    if name.startswith("MoH"):
-        from moh_llm import modeling
-
-        return getattr(modeling, name)
-    if name == "HeadBalanceMixin":
-        from moh_llm.training.balance import HeadBalanceMixin
-
-        return HeadBalanceMixin
-    from moh_llm import api
-
-    return getattr(api, name)
+    places = {"MoHCache": "attention.cache", "HeadBalanceMixin": "training.balance"}
+    module = places.get(name, "modeling" if name.startswith("MoH") else "api")
+    return getattr(importlib.import_module(f"moh_llm.{module}"), name)
 
 
 register_with_transformers()

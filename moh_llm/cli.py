@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # transformers imports DeepSpeed wherever it is installed, and DeepSpeed then tells which device it found.
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     try:
-        return args.run(args)
+        return args.run(args) or 0  # None: all went well
     except UserError as error:
         say_aside(f"error: {error}")
         return 2

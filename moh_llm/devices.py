@@ -4,13 +4,17 @@ import functools
 import os
 import platform
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from moh_llm.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 def choose_device(name: str | None = None) -> "torch.device":
@@ -186,3 +190,42 @@ def _refuse(what: str) -> NoReturn:
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else 0
+
+
+@dataclass(frozen=True)
+class Team:
+    """The connected processes of a job, and which of them this is."""
+
+    rank: int = 0
+    size: int = 1
+
+    def gather(self, item: T) -> list[T]:
+        """The item of every process, in the order of their ranks, on all of them."""
+        if self.size == 1:
+            return [item]
+        import torch.distributed
+
+        items: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(items, item)
+        return items
+
+    def broadcast(self, make: Callable[[], T]) -> T:
+        """Call ``make`` on the first process and return its result on all; a UserError there ends all of them."""
+        return self.gather(self.barrier(lambda: make() if self.rank == 0 else None))[0]  # type: ignore[return-value]
+
+    def barrier(self, action: Callable[[], T]) -> T:
+        """Call ``action`` on every process, wait for all, and return this process's result.
+
+        A UserError on one process ends all of them: the first process raises it, the others exit silently.
+        """
+        problem: str | None = None
+        try:
+            result = action()
+        except UserError as error:
+            problem = str(error)
+        for rank, theirs in enumerate(self.gather(problem)):
+            if theirs is not None and self.rank > 0:
+                raise SystemExit(2)
+            if theirs is not None:
+                raise UserError(theirs if rank == 0 else f"{theirs} (process {rank} of {self.size})")
+        return result

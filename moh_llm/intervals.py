@@ -109,9 +109,9 @@ def show_interval(bounds: Sequence[float] | None, form: str) -> str:
     return "no interval" if bounds is None else f"{show_number(bounds[0], form)} to {show_number(bounds[1], form)}"
 
 
-def show_figure(value: float | None, bounds: Sequence[float] | None, form: str, between: str = " ") -> str:
+def show_figure(value: float | None, bounds: Sequence[float] | None, form: str) -> str:
     """A figure with its interval if it has one: ``1.020 (1.012 to 1.034)``."""
-    return show_number(value, form) + ("" if bounds is None else f"{between}({show_interval(bounds, form)})")
+    return show_number(value, form) + ("" if bounds is None else f" ({show_interval(bounds, form)})")
 
 
 def show_error(value: float | None, error: float | None, form: str, error_form: str) -> str:

@@ -56,8 +56,8 @@ def read_options(kind: type[_Config], given: Iterable[Given]) -> _Config:
     """The options with these values.
 
     Raises:
-        UserError: an option is unknown (the nearest one is named) or was removed, a value has the wrong type or breaks
-            a rule, or one that is required is missing.
+        UserError: an option is unknown (the nearest one is named), a value has the wrong type or breaks a rule, or one
+            that is required is missing.
     """
     options, merged, sources = options_of(kind), {}, {}
     for where, name, value in given:
@@ -91,10 +91,7 @@ def _flatten(kind: Any, options: dict[str, Option], where: str, name: str, value
 
 
 def check_name(kind: Any, name: str, where: str) -> None:
-    """Raise UserError where there is no such option: what does the work of a removed one, or the nearest name."""
-    removed = getattr(kind, "REMOVED", {})
-    if instead := removed.get(name) or removed.get(name.partition(".")[0]):  # also an option of a removed group
-        raise UserError(f"{where}: {name} was removed: {instead}")
+    """Raise UserError with the nearest name where there is no such option."""
     options = list(options_of(kind))
     if name not in options:
         close = difflib.get_close_matches(name, options, n=1, cutoff=0.0)

@@ -1,17 +1,11 @@
-"""Terminal output that shows names safely.
-
-Paths can contain brackets and colons, which rich would read as markup and emoji, and control characters. `say` and
-`console` print the former as they are, `say` the latter as escapes (`moh_llm.errors.printable`).
-"""
+"""Terminal output that shows names safely: control characters in them as escapes (`moh_llm.errors.printable`)."""
 
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Sequence
+from typing import TextIO
 
 from moh_llm.errors import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def say(*lines: object, file: TextIO | None = None) -> None:
@@ -35,8 +29,8 @@ def say_passing(*lines: object) -> None:
     print(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
 
 
-def console(**settings: Any) -> "Console":
-    """A rich console without markup, emoji and highlighting."""
-    from rich.console import Console
-
-    return Console(markup=False, emoji=False, highlight=False, **settings)
+def say_table(*rows: Sequence[str]) -> None:
+    """`say` rows of cells in columns, the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        say("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]))

@@ -102,30 +102,9 @@ def test_a_bad_flag_is_named(words, message) -> None:
         parse("b", "--output-dir", "o", *words)
 
 
-REMOVED = [(command, name) for command, kind in KINDS.items() for name in getattr(kind, "REMOVED", {})]
-
-
-@pytest.mark.parametrize(("command", "name"), REMOVED)
-def test_a_removed_option_names_what_does_its_work(tmp_path, capsys, command, name) -> None:
-    kind = KINDS[command]
-    assert name not in options_of(kind)
-    told = f"{name} was removed: {kind.REMOVED[name]}"
-    content = {"model": {name: 1}} if name == "model" else {name.partition(".")[0]: 1}
-    if "." in name:
-        content = {name.partition(".")[0]: {name.partition(".")[2]: 1}}
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(yaml.safe_dump(content))
-    assert main([command, str(recipe)]) == 2
-    assert capsys.readouterr().err == f"error: recipe {recipe}: {told}\n"
-    recipe.write_text("{}")
-    assert main([command, str(recipe), f"--{name}=1"]) == 2
-    assert capsys.readouterr().err == f"error: command line: {told}\n"
-
-
 def test_keyword_arguments_are_checked_likewise(tmp_path) -> None:
     for call, message in (
         (lambda: moh_llm.convert("b", tmp_path / "o", num_heads=3), "convert: unknown option 'num_heads'; the nearest"),
-        (lambda: moh_llm.convert("b", tmp_path / "o", verify=False), "convert: verify was removed: heldout_tokens"),
         (lambda: moh_llm.evaluate("b", output_dir=tmp_path / "o", limit=0), "evaluate: limit=0 must be greater than 0"),
         (lambda: ConversionConfig(base="b", output_dir="o", context="many"), "context=many must be a valid integer"),
     ):

@@ -35,7 +35,7 @@ def test_what_is_no_text_of_one_line_is_shown_as_an_escape(text, shown, capsys):
 
 
 def test_only_one_module_prints():
-    """The others go through it, so that none shows a name by `print` or as rich's markup."""
+    """The others go through it, so that none shows a name as it is."""
     for path in PACKAGE.rglob("*.py"):
         if path.name in ("terminal.py", "launch.py"):  # the second prints names of signals alone
             continue

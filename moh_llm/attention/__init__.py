@@ -14,10 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
-from transformers.utils import logging
 
 from moh_llm.attention import cpu, decode, flash, flex, rotary
 from moh_llm.attention.call import Call, Kinds
@@ -91,14 +88,5 @@ def interval_attention(
     return reference_attention(*call[:-1]) if name == "reference" else BACKENDS[name][0](call)
 
 
-def _instead_of_moh_sparse(*given: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """SDPA, for models that ask for an implementation of earlier versions."""
-    message = "attn_implementation='moh_sparse' was removed: MoH layers choose their backend themselves"
-    logging.get_logger(__name__).warning_once(message)
-    return sdpa_attention_forward(*given, **kwargs)
-
-
 AttentionInterface.register(NAME, interval_attention)
 AttentionInterface.register(rotary.NAME, rotary.rotary_embedding)
-AttentionInterface.register("moh_sparse", _instead_of_moh_sparse)
-AttentionMaskInterface.register("moh_sparse", sdpa_mask)

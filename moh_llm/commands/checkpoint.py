@@ -15,10 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--overwrite", action="store_true", help="replace the output folder if it is not empty")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Export. Returns the exit status; raises `UserError` for bad input."""
+def run(args: argparse.Namespace) -> None:
+    """Export. Raises `UserError` for bad input."""
     from moh_llm.training.saving import export_checkpoint
 
     record = export_checkpoint(args.checkpoint, args.output_dir, args.overwrite)
     say(f"{args.output_dir} holds the model after step {record.step}")
-    return 0

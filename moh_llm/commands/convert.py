@@ -25,7 +25,7 @@ def add_arguments(parser: OptionParser) -> None:
     parser.add_argument("--to-dense", action="store_true", help="Write the plain checkpoint inside the MoH model BASE")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Convert, and print what was done."""
     import moh_llm
     from moh_llm.conversion.config import ConversionConfig
@@ -35,7 +35,6 @@ def run(args: argparse.Namespace) -> int:
         restore(config)  # the way back: the dense checkpoint inside an MoH model
     else:
         print_conversion(moh_llm.convert(**vars(config)), config.output_dir)
-    return 0
 
 
 def restore(config: "ConversionConfig") -> None:

@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it is not empty")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Initialise, and print what was made. Returns the exit status; raises `UserError` for bad input."""
+def run(args: argparse.Namespace) -> None:
+    """Initialise, and print what was made. Raises `UserError` for bad input."""
     from moh_llm.errors import UserError
     from moh_llm.training.from_scratch import initialise
 
@@ -44,4 +44,3 @@ def run(args: argparse.Namespace) -> int:
         f"{active / layers:.4g} active, router {config.router_type}",
         f"written to {args.output_dir} in float32, seed {args.seed}",
     )
-    return 0

@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Inspect, and write the pictures. Returns the exit status; raises `UserError` for bad input."""
+def run(args: argparse.Namespace) -> None:
+    """Inspect, and write the pictures. Raises `UserError` for bad input."""
     from moh_llm.evaluation.inspection import inspect_model
     from moh_llm.files import write_bytes, write_text
     from moh_llm.reading import read_text
@@ -36,9 +36,8 @@ def run(args: argparse.Namespace) -> int:
     if args.output.suffix == ".html":
         write_text(args.output, found.page)
         say(f"picture: {args.output.resolve().as_uri()}")
-        return 0
+        return
     for chart in found.charts:
         place = args.output.with_name(f"{args.output.stem}-{chart.name}.png")
         write_bytes(place, chart.png)
         say(f"picture: {place}")
-    return 0

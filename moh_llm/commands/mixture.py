@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moh_llm.errors import UserError, printable
 from moh_llm.reading import expand_home
-from moh_llm.terminal import console, say
+from moh_llm.terminal import say, say_table
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -20,10 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--tokens", default="100B", help="budget, for instance 40M or 100B (default: %(default)s)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the table. Returns the exit status; raises `UserError` for bad input."""
-    from rich.table import Table
-
+def run(args: argparse.Namespace) -> None:
+    """Print the table. Raises `UserError` for bad input."""
     from moh_llm.data.mixture import load_mixture
     from moh_llm.data.shards import open_tokens
 
@@ -36,22 +34,14 @@ def run(args: argparse.Namespace) -> int:
         sources = load_mixture(args.mixture).sources
 
     say(f"tokens of each source for a budget of {budget:,}, and those for training:")
-    table = Table("source", box=None)
-    for header in ("share", "budget", "available", "epochs"):
-        table.add_column(header, justify="right")
+    rows = [("source", "share", "budget", "available", "epochs")]
     for source in sources:
         wanted, tokens = budget * source.weight, available.get(source.name)
-        table.add_row(
-            printable(source.name),
-            f"{source.weight:.2%}",
-            f"{wanted:,.0f}",
-            f"{tokens:,}" if tokens else "?",
-            f"{wanted / tokens:,.2f}" if tokens else "?",
-        )
-    console().print(table)
+        counted = (f"{tokens:,}", f"{wanted / tokens:,.2f}") if tokens else ("?", "?")
+        rows.append((printable(source.name), f"{source.weight:.2%}", f"{wanted:,.0f}", *counted))
+    say_table(*rows)
     if not available:
         say("moh-llm tokenize counts the tokens of each source; name its folder to see the epochs")
-    return 0
 
 
 def parse_tokens(text: str) -> int:

@@ -14,10 +14,9 @@ def add_arguments(parser: OptionParser) -> None:
     parser.add_options(PublishConfig, hidden=["folder"])
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Publish the folder. Raises UserError where something keeps it from that."""
     from moh_llm.hub.config import PublishConfig
     from moh_llm.hub.publish import publish
 
     publish(options_from(PublishConfig, args, "folder"))
-    return 0

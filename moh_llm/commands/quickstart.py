@@ -30,7 +30,7 @@ def clear(output: Path) -> None:
     shutil.rmtree(output)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Carry it out and print the results. `args.main` runs another command, given its arguments."""
     from moh_llm.files import check_output_folder
     from moh_llm.locking import lock_folder
@@ -43,4 +43,3 @@ def run(args: argparse.Namespace) -> int:
         from moh_llm.quickstart.run import quickstart
 
         quickstart(output, args.base, command=args.main)
-    return 0

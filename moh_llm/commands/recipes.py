@@ -32,22 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     copy.add_argument("--output-dir", type=as_path, default=Path(), help="folder to copy into (default: this one)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """List or copy. Returns the exit status; raises `UserError` for bad input."""
+def run(args: argparse.Namespace) -> None:
+    """List or copy. Raises `UserError` for bad input."""
     if args.all_keys is not None:
         from moh_llm.commands.reference import full_recipe
 
         say(*full_recipe(args.all_keys).splitlines())
-        return 0
+        return
     if args.action == "copy":
         for path in copy_files(args.names, args.output_dir):
             say(path)
-        return 0
+        return
     files = shipped_files()
     width = max(map(len, files))
     for name, path in files.items():
         say(f"{name:{width}}  {summary(path)}")
-    return 0
 
 
 def summary(path: Path) -> str:

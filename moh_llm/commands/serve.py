@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve until interrupted. Returns the exit status.
+def run(args: argparse.Namespace) -> None:
+    """Serve until interrupted.
 
     Raises:
         UserError: there is no such model, or the server's packages are missing.
@@ -40,4 +40,3 @@ def run(args: argparse.Namespace) -> int:
     # Where the server looks the class up. By name: the package puts another module in its own place.
     setattr(sys.modules["transformers"], MoHLlamaForCausalLM.__name__, MoHLlamaForCausalLM)
     app(["serve", args.model, *args.flags], prog_name="transformers")
-    return 0

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Tokenise. Returns the exit status; raises `UserError` for bad input."""
+def run(args: argparse.Namespace) -> None:
+    """Tokenise. Raises `UserError` for bad input."""
     from moh_llm.data.mixture import load_mixture
     from moh_llm.data.tokenize import tokenize_mixture
     from moh_llm.data.tokenizer import TextTokenizer, rows_beside
@@ -41,12 +41,11 @@ def run(args: argparse.Namespace) -> int:
     )
     if record is None:
         say(f"submitted to Slurm; the last job writes {args.output_dir}/mixture.json")
-        return 0
+        return
     for name, source in record.sources.items():
         loss = "" if source.loss_tokens is None else f", loss on {source.loss_tokens:,} tokens"
         say(f"{name}: {source.tokens:,} tokens of {source.documents:,} documents{loss}")
     say(f"{args.output_dir}: {record.tokens:,} tokens")
-    return 0
 
 
 def _pair(argument: str) -> tuple[str, Any]:

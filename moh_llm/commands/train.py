@@ -28,8 +28,8 @@ def add_arguments(parser: OptionParser) -> None:
     parser.add_options(TrainConfig, joint="_")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Train. Returns the exit status; raises `UserError` for bad input."""
+def run(args: argparse.Namespace) -> None:
+    """Train. Raises `UserError` for bad input."""
     import moh_llm
     from moh_llm.recipe import read_options, recipe_values
     from moh_llm.training.config import TrainConfig
@@ -38,7 +38,6 @@ def run(args: argparse.Namespace) -> int:
     record = moh_llm.train(config, overwrite=args.overwrite)
     if record.status == "finished" and os.environ.get("RANK", "0") == "0":
         print_next(config, record)
-    return 0
 
 
 def print_next(config: "TrainConfig", record: "RunRecord") -> None:

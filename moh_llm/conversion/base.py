@@ -4,6 +4,7 @@ All families have LLaMA's layer with small differences, which are fields of `MoH
 """
 
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from moh_llm.errors import UserError, reason
 from moh_llm.files import check_links
-from moh_llm.modeling.head_plan_moh import FORMAT
+from moh_llm.modeling.head_plan_moh import FORMAT, HeadPlan
 from moh_llm.reading import expand_home, read_json
 from moh_llm.records.conversion import Base
 from moh_llm.records.identity import hash_weights
@@ -37,23 +38,8 @@ _EXPERTS = {
     "router_jitter_noise": "router_jitter_noise",
 }
 # Fields of the MoH layer. They are dropped when a MoH model is converted again.
-MOH_FIELDS = {
-    "num_shared_heads",
-    "num_active_heads",
-    "shared_heads",
-    "router_type",
-    "router_score",
-    "routing_granularity",
-    "head_balance_coef",
-    "output_router_logits",
-    "head_fallback",
-    "local_window",
-    "local_sinks",
-    "local_start",
-    "never_on_heads",
-    "local_heads",  # the name of never_on_heads up to format 5
-    "moh_format",
-}
+MOH_FIELDS = {field.name for field in fields_of(HeadPlan)} | {"local_window", "local_sinks", "local_start"}
+MOH_FIELDS |= {"local_heads"}  # the name of never_on_heads up to format 5
 # Settings of a session, not of a model; some configs were saved with them.
 _SESSION = {"return_dict", "output_attentions", "output_hidden_states", "attn_implementation", "_attn_implementation"}
 # LLaMA's settings that other families ignore, even if config.json names them.
@@ -182,7 +168,7 @@ def locate(name: str, revision: str | None = None) -> tuple[Path, str | None]:
     if folder.is_dir():
         return folder, None
     hub_id, at, named = name.partition("@")
-    if at and named and not folder.exists():
+    if at and named and "://" not in name and not folder.exists():  # an address may have a password
         name, revision = hub_id, named
     if folder.exists():
         raise UserError(f"{name} is a file; name the folder that holds config.json and the weights")

@@ -26,17 +26,7 @@ from moh_llm.records.model import TOKENIZERS, save_tensors, weight_names
 from moh_llm.records.seal import SEAL
 from moh_llm.records.tensors import EMBEDDING, HEAD, cast_weight
 
-REMOTE_CODE = (
-    "configuration_moh_llama.py",
-    "head_plan_moh.py",
-    "heads_moh.py",
-    "modeling_moh_llama.py",
-    "attention_moh.py",
-    "interval_attention_moh.py",
-    "seen_moh.py",
-    "routing_moh.py",
-    "experts_moh.py",
-)
+REMOTE_CODE = sorted(Path(moh_llm.modeling.__file__).parent.glob("*_moh*.py"))  # the files that travel with a model
 # Tokenizer, generation settings and licence are copied. The card and the records are not: they describe the base.
 _REPLACED = {"config.json", CONVERSION, LINEAGE, SEAL, "README.md"}
 _REPLACED |= {"run.json", "evaluation.json", "report.json", "checkpoint.json"}
@@ -91,8 +81,8 @@ def write_description(
     """Write config, remote code, tokenizer, and last the index of the shards."""
     config.save_pretrained(folder)
     if remote_code:
-        for name in REMOTE_CODE:
-            shutil.copyfile(Path(moh_llm.modeling.__file__).with_name(name), folder / name)
+        for file in REMOTE_CODE:
+            shutil.copyfile(file, folder / file.name)
     for file in accompanying(base.folder):
         if file.name not in _REPLACED:
             target = folder / file.relative_to(base.folder)

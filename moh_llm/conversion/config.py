@@ -136,13 +136,6 @@ class PlanOptions:
 class ConversionConfig(PlanOptions):
     """One conversion: a base, a folder to make, the head plan, and the text to fit and verify on."""
 
-    REMOVED: ClassVar[dict[str, str]] = {
-        "output": "output_dir names the folder to make",
-        "verify": "heldout_tokens says how much text is verified, 0 for none",
-        "revision": "BASE@REVISION names a revision on the Hub",
-        "push_to_hub": "moh-llm publish FOLDER --repo-id ORG/NAME publishes what was converted",
-        "licence": "moh-llm publish FOLDER --repo-id ORG/NAME takes --licence",
-    }
     WITHOUT_FLAG: ClassVar[tuple[str, ...]] = ("shared", "budgets", "local_sinks")
 
     base: Place

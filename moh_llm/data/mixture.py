@@ -18,12 +18,6 @@ from moh_llm.reading import expand_home, is_path, read_yaml
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _LOCATIONS = ("files", "hub", "url_list", "builtin")
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "multiple_argument_values")  # error types of pydantic
-_REMOVED = {
-    "filters": "filter the text before, with datasets or datatrove",
-    "urls": "write the addresses into a file, one per line, and name it as url_list",
-    "format": "the ending of a file's name decides; rename or link the file",
-    "max_epochs": "moh-llm doctor and mixture show print the passes through each source",
-}
 _Made = TypeVar("_Made")
 
 
@@ -140,8 +134,6 @@ def _validated(make: Callable[[], _Made], where: str, known: Sequence[str]) -> _
     fault = next((fault for fault in faults if fault["type"] in _UNKNOWN), faults[0])
     key = ".".join(map(str, fault["loc"]))
     if fault["type"] in _UNKNOWN:
-        if instead := _REMOVED.get(key):
-            raise UserError(f"{where}: {key} was removed: {instead}")
         raise UserError(f"{where}: unknown key {key!r}; the keys are {', '.join(known)}")
     if fault["type"] == "missing":
         raise UserError(f"{where}: {key} is missing")

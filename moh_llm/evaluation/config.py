@@ -1,7 +1,7 @@
 """The options of an evaluation."""
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -11,11 +11,6 @@ from moh_llm.options import Folder, Place, Places, options
 @options()
 class EvaluationConfig:
     """One evaluation: models and their base, a suite of benchmarks, and the folder of the report."""
-
-    REMOVED: ClassVar[dict[str, str]] = {
-        "output": "output_dir names the folder of the report",
-        "model": "models names the folders or Hub ids to score",
-    }
 
     models: Places
     """Folders or Hub ids of the models to score."""

@@ -1,10 +1,12 @@
 """Models before they are loaded: labels, checks, and what a report says about them."""
 
 from collections.abc import Sequence
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moh_llm.errors import UserError, reason
+from moh_llm.modeling.head_plan_moh import HeadPlan
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
 from moh_llm.records.identity import FolderRecords
@@ -21,16 +23,8 @@ if TYPE_CHECKING:
 RECORDS = ("conversion.json", "lineage.json", "run.json")
 
 # Fields of a MoH config that a report shows.
-_HEADS = (
-    "num_attention_heads",
-    "num_shared_heads",
-    "num_active_heads",
-    "shared_heads",
-    "router_type",
-    "router_score",
-    "routing_granularity",
-    "head_fallback",
-)
+_HIDDEN = {"never_on_heads", "head_balance_coef", "output_router_logits", "moh_format"}
+_HEADS = ("num_attention_heads", *(field.name for field in fields_of(HeadPlan) if field.name not in _HIDDEN))
 
 
 def label_models(models: Sequence[str], base: str | None) -> dict[str, str]:

@@ -8,60 +8,18 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from moh_llm.devices import check_group, world_size
+from moh_llm.devices import Team, check_group, world_size
 from moh_llm.errors import UserError
 from moh_llm.files import write_text
-
-T = TypeVar("T")
 
 
 class BenchmarkError(Exception):
     """A benchmark could not be scored. The message is the error of the first process that failed."""
-
-
-@dataclass(frozen=True)
-class Team:
-    """The processes of one evaluation; each has the whole model and answers every ``size``-th request."""
-
-    rank: int = 0
-    size: int = 1
-
-    def gather(self, item: T) -> list[T]:
-        """The item of every process, in the order of their ranks, on all of them."""
-        if self.size == 1:
-            return [item]
-        import torch.distributed
-
-        items: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(items, item)
-        return items
-
-    def broadcast(self, make: Callable[[], T]) -> T:
-        """Call ``make`` on the first process and return its result on all; a UserError there ends all of them."""
-        return self.gather(self.barrier(lambda: make() if self.rank == 0 else None))[0]  # type: ignore[return-value]
-
-    def barrier(self, action: Callable[[], T]) -> T:
-        """Call ``action`` on every process, wait for all, and return this process's result.
-
-        A UserError on one process ends all of them: the first process raises it, the others exit silently.
-        """
-        problem: str | None = None
-        try:
-            result = action()
-        except UserError as error:
-            problem = str(error)
-        for rank, theirs in enumerate(self.gather(problem)):
-            if theirs is not None and self.rank > 0:
-                raise SystemExit(2)
-            if theirs is not None:
-                raise UserError(theirs if rank == 0 else f"{theirs} (process {rank} of {self.size})")
-        return result
 
 
 def connect() -> Team:

@@ -1,18 +1,11 @@
 """The options of a publication."""
 
-from typing import ClassVar
-
 from moh_llm.options import Folder, options
 
 
 @options()
 class PublishConfig:
     """One publication: a model's folder, and the repository that gets it."""
-
-    REMOVED: ClassVar[dict[str, str]] = {
-        "run": "the run of RUN/model is found beside it",
-        "force": "mend what the check or the proof names; `hf upload` publishes a folder unchecked",
-    }
 
     folder: Folder
     """Model that `moh-llm convert` or `moh-llm train` made."""

@@ -45,11 +45,6 @@ class MoHLlamaConfig(HeadPlan, LlamaConfig):
     router_jitter_noise: float = 0.0
 
     def __post_init__(self, **kwargs):
-        if old := [name for name in ("head_stand_in", "routing_unit") if name in kwargs]:
-            raise ValueError(
-                f"{old[0]} was written by an earlier version of MoH-LLM; convert the base again: `moh-llm convert BASE`"
-            )
-        kwargs.pop("sparse_gate_gradient", None)  # a training setting that earlier versions wrote
         # The name in earlier versions. Libraries that find this name treat the model as a mixture of experts.
         self.head_balance_coef = kwargs.pop("router_aux_loss_coef", self.head_balance_coef)
         self.never_on_heads = kwargs.pop("local_heads", self.never_on_heads)  # its name up to format 5

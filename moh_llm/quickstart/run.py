@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moh_llm.conversion.base import open_base
@@ -19,7 +18,7 @@ from moh_llm.intervals import show_documents, show_figure, show_number
 from moh_llm.quickstart.smollm2 import make_smollm2
 from moh_llm.records.conversion import CONVERSION, Conversion
 from moh_llm.records.run import RunRecord
-from moh_llm.terminal import console, say
+from moh_llm.terminal import say, say_table
 
 KEYS = 0.5  # share of the base's keys that the converted model reads
 CONTEXT = 512  # tokens of a sequence
@@ -98,25 +97,16 @@ def print_table(converted: Conversion, tuned: RunRecord) -> None:
     proof, plan, scores = converted.verification, converted.plan, tuned.evaluation
     assert proof is not None and plan is not None and scores is not None
     documents = show_documents(proof.held_out_documents)
-    table = Table(title=f"{proof.held_out_tokens} held-out tokens of {documents}, sequences of {plan.context} tokens")
-    table.add_column("model")
-    for column in (f"keys read, {plan.keys_read:.0%} planned", "perplexity", "x base (95 %)", "KL to base (95 %)"):
-        table.add_column(column, justify="right")
-    table.add_row("base", "100 %", f"{proof.base_perplexity:.2f}", "1.000", "0")
-    rows = {
-        "converted": (proof.converted, proof.converted.perplexity_ratio, proof.keys_read),
-        "tuned": (scores, scores.ratio, scores.keys_read),
-    }
-    for name, (found, ratio, keys) in rows.items():
-        table.add_row(
-            name,
-            show_number(keys, ".0f", 100) + " %",
-            f"{found.perplexity:.2f}",
-            show_figure(ratio, found.ratio_interval, ".3f", "\n"),
-            show_figure(found.kl, found.kl_interval, ".4f", "\n"),
-        )
-    say("")
-    console().print(table)
+    columns = [
+        ["", f"keys read, {plan.keys_read:.0%} planned", "perplexity", "x base (95 %)", "KL to base (95 %)"],
+        ["base", "100 %", f"{proof.base_perplexity:.2f}", "1.000", "0"],
+    ]
+    of_converted = "converted", proof.converted, proof.converted.perplexity_ratio, proof.keys_read
+    for name, found, ratio, keys in (of_converted, ("tuned", scores, scores.ratio, scores.keys_read)):
+        figures = show_figure(ratio, found.ratio_interval, ".3f"), show_figure(found.kl, found.kl_interval, ".4f")
+        columns.append([name, f"{show_number(keys, '.0f', 100)} %", f"{found.perplexity:.2f}", *figures])
+    say("", f"{proof.held_out_tokens} held-out tokens of {documents}, sequences of {plan.context} tokens:")
+    say_table(*zip(*columns, strict=True))
 
 
 def print_continuations(base: str, tuned: Path, context: int) -> None:

@@ -1,6 +1,6 @@
 """The options of a training run: a few frozen dataclasses (`moh_llm.options`)."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -9,18 +9,6 @@ from moh_llm.options import Names, Place, options
 
 Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 GateGradient = Literal["exact", "sampled", "none"]
-
-# Removed options, with what does their work.
-_REMOVED = {
-    "hub.licence": "the licence on record is taken; moh-llm publish --licence names one that is not",
-    "hub.private": "create the repository as private on the Hub before the run; one that exists stays as it is",
-    "optimizer.betas": "AdamW has 0.9 and 0.95",
-    "output": "output_dir names the folder of the run",
-    "save_dtype": "weights are saved in the dtype of model, which moh-llm convert --dtype chooses",
-    "schedule.anneal_steps": "objective.keys holds from the first step",
-    "schedule.start_learning_rate": "warm-up rises from 1e-5",
-    "shared_heads": "moh-llm convert chooses shared heads: --num-shared-heads, shared: importance",
-}
 
 
 def _require(holds: bool, message: str) -> None:
@@ -188,8 +176,6 @@ class HubConfig:
 @options()
 class TrainConfig:
     """One training run."""
-
-    REMOVED: ClassVar[dict[str, str]] = _REMOVED
 
     model: Place
     """Folder of a converted model."""

@@ -21,11 +21,10 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     ProjectConfiguration,
-    broadcast_object_list,
     parse_flag_from_env,
 )
 
-from moh_llm.devices import check_group, world_size
+from moh_llm.devices import Team, check_group, world_size
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
@@ -150,20 +149,7 @@ def from_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
 
     A UserError in it ends all processes, so that none waits: the main process raises it, the others exit silently.
     """
-    refusal: str | None = None
-    result: T | None = None
-    if accelerator.is_main_process:
-        try:
-            result = action()
-        except UserError as error:
-            refusal = str(error)
-    if accelerator.num_processes > 1:
-        refusal, result = broadcast_object_list([refusal, result])
-    if refusal is not None:
-        if not accelerator.is_main_process:
-            raise SystemExit(2)
-        raise UserError(refusal)
-    return result  # type: ignore[return-value]
+    return Team(accelerator.process_index, accelerator.num_processes).broadcast(action)
 
 
 @contextlib.contextmanager

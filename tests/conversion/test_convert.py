@@ -174,7 +174,7 @@ def test_files_that_travel(make_llama, convert, tmp_path):
     assert convert(base, tmp_path / "moh") == 0
     names = {path.name for path in (tmp_path / "moh").iterdir()}
     assert {"tokenizer.json", "generation_config.json", "LICENSE.txt"} <= names
-    code = set(REMOTE_CODE)
+    code = {file.name for file in REMOTE_CODE}
     assert {name for name in names if name.endswith(".py")} == code
     assert names.isdisjoint({"training_args.bin", *of_the_base})
     templates = AutoTokenizer.from_pretrained(tmp_path / "moh").chat_template

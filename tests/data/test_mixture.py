@@ -89,7 +89,6 @@ def test_local_paths_are_those_of_the_mixture_file(tmp_path, monkeypatch):
     ("source", "message"),
     [
         ("{wieght: 1, files: x}", "unknown key 'wieght'; the keys are weight, files,"),
-        ("{weight: 1, urls: x}", "urls was removed: write the addresses into a file"),
         ("{weight: 1, files: x, type: messages, text_field: body}", "text_field needs type: text"),
         ("{weight: -1, files: x}", "weight=-1: "),
         ("{weight: , files: x}", "weight is missing"),

@@ -40,16 +40,12 @@ def test_per_layer_counts_and_ids_survive_saving(tmp_path):
     assert again.routed_heads(1) == [1, 2, 4, 5, 6, 7, 8] and again.router_type == "linear"
 
 
-def test_what_earlier_versions_wrote_is_dropped_or_refused():
-    assert "sparse_gate_gradient" not in MoHLlamaConfig(**SIZE, sparse_gate_gradient="selected").to_dict()
+def test_names_of_earlier_versions_are_read():
     renamed = MoHLlamaConfig(**SIZE, router_aux_loss_coef=0.5)
     assert renamed.head_balance_coef == 0.5 and "router_aux_loss_coef" not in renamed.to_dict()
     never_on = MoHLlamaConfig(**SIZE, head_fallback="local", local_heads=[[8], []])
     assert never_on.never_on_heads_per_layer == [[8], []] and "local_heads" not in never_on.to_dict()
     assert never_on.moh_format == 6  # older code would pass over the new name
-    for name in ("head_stand_in", "routing_unit"):
-        with pytest.raises(ValueError, match=f"{name} was written by an earlier .* again: `moh-llm convert BASE`"):
-            MoHLlamaConfig(**SIZE, **{name: "none"})
 
 
 GROUPED = {"routing_granularity": "kv_group"}
