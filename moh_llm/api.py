@@ -50,9 +50,7 @@ def convert(base: PathLike, output_dir: PathLike, **options: Any) -> "Conversion
 
     config = keyword_options(ConversionConfig, "convert", base=base, output_dir=output_dir, **options)
     if holds_image_model(config.base):
-        from moh_llm.conversion.images import convert_images
-
-        return convert_images(config)
+        from moh_llm.conversion.images import convert_images as convert_checkpoint
     record = convert_checkpoint(config)
     with lock_folder(config.output_dir):
         write_local_card(config.output_dir)
@@ -106,13 +104,12 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **option
     else:
         given = [("train", *item) for item in options.items()]
         config = read_options(TrainConfig, [*recipe_values(recipe), *given])
+    kind = None
     if config.images is not None:
-        from moh_llm.training.images import ImageTraining
-
-        return train_model(config, overwrite, kind=ImageTraining)
+        from moh_llm.training.images import ImageTraining as kind
     if os.environ.get("RANK", "0") == "0":  # the first process publishes
         check_hub(config)
-    return train_model(config, overwrite, on_finish=lambda _: finish_run(config))
+    return train_model(config, overwrite, on_finish=lambda _: finish_run(config), kind=kind)
 
 
 def evaluate(models: PathLike | Sequence[PathLike], *, command_line: str = "", **options: Any) -> Any:
@@ -133,14 +130,13 @@ def evaluate(models: PathLike | Sequence[PathLike], *, command_line: str = "", *
     Raises:
         UserError: a model, the suite, the data or the output folder cannot be used.
     """
+    from moh_llm.conversion.base import holds_image_model
     from moh_llm.evaluation.config import EvaluationConfig
     from moh_llm.evaluation.evaluate import evaluate as evaluate_models
-    from moh_llm.reading import read_json
     from moh_llm.recipe import keyword_options
-    from moh_llm.records.model import is_image_model
 
     config = keyword_options(EvaluationConfig, "evaluate", models=models, **options)
-    if (config_file := Path(config.models[0], "config.json")).is_file() and is_image_model(read_json(config_file)):
+    if holds_image_model(config.models[0]):
         from moh_llm.evaluation.images import evaluate as evaluate_images
 
         return evaluate_images(config, command_line)

@@ -16,10 +16,10 @@ from moh_llm.records.run import Scores
 
 
 def calibration_text(conversion: Conversion) -> str:
-    """The text that routers and fallbacks were fitted to, and the share of each source."""
+    """The text or images that routers and fallbacks were fitted to, and the share of each source."""
     calibration = conversion.calibration
     if calibration is None:
-        return "The conversion fitted nothing to text."
+        return "The conversion fitted nothing."
     read, total = calibration.tokens_of_source, max(1, calibration.tokens)
     parts = [f"{last_component(name)} ({count / total:.2%})" for name, count in read.items()]
     return f"The conversion was fitted to {calibration.tokens:,} tokens from: {', '.join(parts)}."

@@ -32,7 +32,7 @@ from moh_llm.conversion.fit import LayerSample, RoutingFit
 from moh_llm.conversion.plan import head_fields, plan_layers, routing_tensors, shared_and_active
 from moh_llm.devices import choose_device
 from moh_llm.errors import UserError, reason
-from moh_llm.files import check_links, check_output_folder, new_folder, write_json, write_text
+from moh_llm.files import check_links, check_output_folder, new_folder, write_json
 from moh_llm.locking import lock_folder
 from moh_llm.recipe import differing
 from moh_llm.records.conversion import Calibration, Conversion, ImageFigures, Plan, last_component
@@ -117,7 +117,6 @@ def convert_images(options: ConversionConfig) -> Conversion:
         write_description(folder, base, config, weight_map, remote_code=False)
         converted = vision.load_model(folder).float().to(device)
         record.images = _verify(dense, converted, images, order[fitted:][: max(_LEAST, fitted) // HELD_OUT])
-        write_text(folder / "README.md", _card(record, folder))
         finish_record(folder, record, records.chain, started)
     return record
 
@@ -241,34 +240,34 @@ def _error(base: Tensor, own: Tensor) -> float:
 
 def describe(record: Conversion, folder: Path) -> list[str]:
     """What was converted and how close to its base it is, as lines."""
-    fields, found = read_config(folder), record.images
-    layers, heads = fields.get("num_layers") or fields["num_hidden_layers"], fields["num_attention_heads"]
-    planned = fields["num_active_heads"]
-    active = planned if isinstance(planned, list) else [planned] * layers
-    lines = [
-        f"{record.base.label}: {layers} layers of {heads} heads, {sum(active) / layers:.4g} on for each token",
+    lines = describe_plan(read_config(folder))
+    lines[0] = f"{record.base.label}: {lines[0]}"
+    if read := record.calibration:
+        lines.append(f"fitted to {read.tokens:,} tokens of {', '.join(read.tokens_of_source)}")
+    return lines + describe_figures(record.images)
+
+
+def describe_plan(fields: dict[str, Any]) -> list[str]:
+    """The head plan in a `config.json`, as lines."""
+    layers, active = fields.get("num_layers") or fields["num_hidden_layers"], fields["num_active_heads"]
+    active = active if isinstance(active, list) else [active] * layers
+    heads = fields.get("heads_per_layer") or [fields["num_attention_heads"]]
+    of = heads[0] if len({*heads}) == 1 else f"{min(heads)} to {max(heads)}"
+    return [
+        f"{layers} layers of {of} heads, {sum(active) / layers:.4g} on for each token",
         f"on by layer: {' '.join(map(str, active))}",
         f"router {fields['router_type']}, fallback {fields['head_fallback']}",
+    ]
+
+
+def describe_figures(found: ImageFigures) -> list[str]:
+    """How close a converted model is to its base, as lines."""
+    lines = [
         f"all heads on: the output is the base's, bit for bit, on {found.images} held-out images",
         f"as planned: squared error {found.error:.2%} of the variance of the base's output",
     ]
-    if read := record.calibration:
-        lines.insert(3, f"fitted to {read.tokens:,} tokens of {', '.join(read.tokens_of_source)}")
     if found.kl is not None:
         lines.append(f"KL to the base {found.kl:.3g} nats, same class for {found.same_class:.1%} of the images")
     if found.by_timestep:
         lines.append(f"by quarter of the timesteps: {', '.join(f'{error:.2%}' for error in found.by_timestep)}")
     return lines
-
-
-def _card(record: Conversion, folder: Path) -> str:
-    """The card of a converted model, as Markdown."""
-    auto = "AutoModel" if record.images.kl is None else "AutoModelForImageClassification"
-    load = f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained('FOLDER', trust_remote_code=True)"
-    if name := read_config(folder).get("_class_name"):
-        load = f"from moh_llm.vision import {name}\n\nmodel = {name}.from_pretrained('FOLDER')"
-    facts = "\n".join(f"- {line}" for line in describe(record, folder))
-    text = "A router chooses for each token which attention heads are on. All are computed, which saves no time."
-    back = "`moh-llm convert FOLDER --to-dense --output-dir BASE` writes the base again, byte for byte."
-    title = f"# {record.base.label} as a Mixture-of-Head model"
-    return f"{title}\n\n{text}\n\n{facts}\n\n```python\n{load}\n```\n\n{back}\n"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moh_llm.conversion.base import locate
 from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation.config import EvaluationConfig
@@ -20,6 +21,8 @@ from moh_llm.files import check_output_folder, new_folder, write_json
 from moh_llm.intervals import interval, show_figure
 from moh_llm.locking import lock_folder
 from moh_llm.options import options_of
+from moh_llm.reading import read_json
+from moh_llm.records.identity import identify
 from moh_llm.vision import load_model
 from moh_llm.vision.images import ImageSet, open_images
 from moh_llm.vision.prediction import TIMESTEPS, add_noise, is_denoiser, predict
@@ -153,15 +156,17 @@ def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any
     first: dict[str, np.ndarray] = {}
     with lock_folder(options.output_dir), new_folder(options.output_dir, options.overwrite) as folder:
         for label, name in models.items():
-            network = load_model(Path(name)).to(device)
-            images = open_images(place, Path(name), labelled=hasattr(network, "classifier"))
+            source = locate(name)[0]
+            network = load_model(source).to(device)
+            images = open_images(place, source, labelled=hasattr(network, "classifier"))
             numbers = images.spread(options.limit or len(images))
             own = score_images(network, images, numbers, size, first.get("token"))
             first = first or own
             if own.keys() != first.keys():
                 raise UserError(f"{name} is another kind of model than {next(iter(models.values()))}")
             compared = {key: paired(own[key], first[key]) for key in own if key != "token"}
-            record["models"][label] = found = {"place": name, "count": len(numbers), "scores": compared}
+            found = {"place": name, "sha256": identify(str(source)).sha256, "count": len(numbers), "scores": compared}
+            record["models"][label] = found
             if not options.samples or not is_denoiser(network):
                 continue
             if network.config.in_channels not in (1, 3):
@@ -169,12 +174,33 @@ def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any
             samples = draw_samples(network, options.samples, size)
             write_samples(samples, folder, label)
             if options.features is not None:
-                judge, real = load_model(Path(options.features)).to(device), open_images(place, Path(options.features))
+                source = locate(options.features)[0]
+                judge, real = load_model(source).to(device), open_images(place, source)
                 drawn = replace(real, images=samples.squeeze(-1), place="the samples")
                 both = (features_of(judge, real, numbers, size), features_of(judge, drawn, range(len(samples)), size))
                 found["frechet"] = {"classifier": options.features, "distance": frechet_distance(*both)}
         write_json(folder / "report.json", record)
     return record
+
+
+def read_scores(evaluation: Path, folder: Path) -> tuple[dict[str, Any], str]:
+    """The report that holds the model in ``folder``, and the model's label in it.
+
+    Args:
+        evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
+        folder: the model's folder, which is recognised by its weights and config.
+
+    Raises:
+        UserError: it is no report of models of images, or no model in it is this folder's.
+    """
+    place, own = evaluation / "report.json" if evaluation.is_dir() else evaluation, identify(str(folder))
+    record = read_json(place)
+    if not isinstance(record, dict) or not {"images", "models"} <= record.keys():
+        raise UserError(f"{place} is not the report of an evaluation on images; name one that moh-llm evaluate wrote")
+    label = next((label for label, found in record["models"].items() if found["sha256"] == own.sha256), None)
+    if label is None:
+        raise UserError(f"{evaluation} scored other models than the one in {folder}; evaluate {folder}")
+    return record, label
 
 
 def lines(record: dict[str, Any]) -> list[str]:

@@ -16,9 +16,8 @@ from typing import Any
 from moh_llm.errors import UserError
 from moh_llm.evaluation.rendering import Table, facts
 from moh_llm.intervals import show_figure, show_number
-from moh_llm.reading import parse_json
 from moh_llm.records.conversion import REFERENCES, ReferenceKind
-from moh_llm.records.run import LogLine, Routing, RunRecord, Scores
+from moh_llm.records.run import LogLine, Routing, RunRecord, Scores, read_log
 
 Pairs = list[tuple[str, str]]
 _DROPPED = 10  # dropped steps that are listed one by one
@@ -81,8 +80,6 @@ def read_run(folder: Path) -> TrainingRun:
         fault = "holds no run.json" if folder.is_dir() else "is not a folder"
         raise UserError(f"{folder} {fault}; name a folder that moh-llm train made")
     record = RunRecord.read(folder / "run.json")
-    if record.config.get("images"):
-        raise UserError(f"{folder} is a run on images, of which no report is made; log.jsonl has its losses and scores")
     return TrainingRun(folder, record, *_read_log(folder / "log.jsonl"))
 
 
@@ -105,23 +102,14 @@ def read_runs_behind(models: Iterable[str], say: Callable[[str], None]) -> list[
 
 
 def _read_log(path: Path) -> tuple[list[LogLine], bool]:
-    """The log's lines, and whether an incomplete last one is left out."""
+    """`read_log` of a run that has begun. Raises UserError for another one."""
     try:
-        texts = path.read_bytes().split(b"\n")
+        lines, cut = read_log(path, "resume the run, which cuts the log there, or remove the line")
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}); wait for the run's first step, or start it") from error
-    lines: list[LogLine] = []
-    for number, text in enumerate(texts, start=1):
-        where = f"{path}: line {number}"
-        try:
-            lines += [LogLine.parse(parse_json(text, where), where)] if text.strip() else []
-        except UserError as error:
-            # Complete lines end in a line feed, so what follows the last one may be half a line.
-            if number < len(texts):
-                raise UserError(f"{error}; resume the run, which cuts the log there, or remove the line") from error
     if not lines:
         raise UserError(f"{path} holds no step yet; wait for the run's first one")
-    return lines, len(lines) < sum(bool(text.strip()) for text in texts)
+    return lines, cut
 
 
 # ---- tables
@@ -187,7 +175,8 @@ def keys_read(run: TrainingRun) -> str | None:
 
 def objective(kind: str, teacher: ReferenceKind) -> str:
     """An objective in words."""
-    return f"distillation, teacher: {REFERENCES[teacher]}" if kind == "distillation" else "cross-entropy on the text"
+    others = {"cross_entropy": "cross-entropy", "noise": "squared error to the noise"}
+    return others.get(kind) or f"distillation, teacher: {REFERENCES[teacher]}"
 
 
 def weights_trained(run: TrainingRun) -> str:

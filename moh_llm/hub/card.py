@@ -9,6 +9,7 @@ import re
 import shlex
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Template
@@ -26,7 +27,7 @@ from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import REFERENCES, Conversion, RunEntry
 from moh_llm.records.evaluation import FEWEST_ITEMS, EvaluationRecord, read_evaluation
 from moh_llm.records.identity import identify
-from moh_llm.records.model import read_moh_config
+from moh_llm.records.model import is_image_model, read_moh_config
 from moh_llm.records.run import Scores
 from moh_llm.records.seal import add_to_seal
 from moh_llm.records.tokens import read_tokens
@@ -55,7 +56,6 @@ def build_card(
             card: the licence is unknown, or asks for another name or for its own text.
     """
     fields, lineage = read_moh_config(folder), read_lineage(folder)
-    config = MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})
     found: Licence | None = None
     if repo_id is not None:
         found = find_licence(lineage, licence)
@@ -64,34 +64,26 @@ def build_card(
         with contextlib.suppress(UserError):
             found = find_licence(lineage)
     name = lineage.name if repo_id is None else repo_id.rpartition("/")[2]
-    report, label = read_scores(evaluation, folder) if evaluation else (None, "")
-    scored = [row for row in report.benchmarks if label in row.scores] if report else []
     run, made, versions = lineage.run, lineage.conversion, {}
     if run:
         versions = run.record.versions or {}
     elif made:
         versions = {"moh_llm": made.moh_llm, **(made.versions or {})}
-    routed = any(map(config.routed_heads, range(config.num_hidden_layers)))
-    body = _template().render(
+    of_images = is_image_model(fields)
+    own, facts = (_describe_images if of_images else _describe_text)(fields, lineage, evaluation)
+    body = _template("card_images.md" if of_images else "card.md").render(
         repo_id=repo_id,
         revision=revision,
         name=name,
-        config=config,
         lineage=lineage,
         conversion=made,
         run=run,
-        scores=run.record.evaluation if run else made and _verified(made),
-        kept=_kept(config, lineage),
-        routes=config.router_type != "none" and routed,
         licence=found,
-        report=report,
-        label=label,
-        no_results=[row for row in scored if row not in report.results(label)],
-        fewest_items=FEWEST_ITEMS,
         unrecorded=_unrecorded(lineage),
         versions=[f"{package} {version}" for package, version in versions.items() if version],
+        **own,
     )
-    metadata = _metadata(name, lineage, found, report, label)
+    metadata = _metadata(name, lineage, found, **facts)
     return f"---\n{metadata.to_yaml()}\n---\n\n{body.strip()}\n"
 
 
@@ -139,10 +131,10 @@ def read_scores(evaluation: Path, folder: Path) -> tuple[EvaluationRecord, str]:
 
 
 def _metadata(
-    name: str, lineage: Lineage, licence: Licence | None, report: EvaluationRecord | None, label: str
+    name: str, lineage: Lineage, licence: Licence | None, eval_results: list[EvalResult], **related: str | None
 ) -> ModelCardData:
-    results = _eval_results(report, label) if report else []
-    related = {"base_model_relation": "finetune"} if lineage.base_id else {}
+    if lineage.base_id:
+        related["base_model_relation"] = "finetune"
     if licence:
         related["license"] = licence.id
     if licence and licence.id == "other":  # the Hub wants a name and a link
@@ -151,11 +143,9 @@ def _metadata(
     return ModelCardData(
         base_model=lineage.base_id,
         datasets=_hub_datasets(lineage.run) or None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
         tags=["mixture-of-head", "moh"],
-        model_name=name if results else None,
-        eval_results=results or None,
+        model_name=name if eval_results else None,
+        eval_results=eval_results or None,
         **related,
     )
 
@@ -206,7 +196,55 @@ def _hub_datasets(run: TrainingRun | None) -> list[str]:
     return list(dict.fromkeys(match[1] for match in found if match and is_hub_id(match[1])))
 
 
-# ---- values of the template
+# ---- values of the template, and what metadata say of a kind of model
+
+
+def _describe_text(
+    fields: dict[str, Any], lineage: Lineage, evaluation: Path | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    config = MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})
+    made = lineage.conversion
+    report, label = read_scores(evaluation, lineage.folder) if evaluation else (None, "")
+    scored = [row for row in report.benchmarks if label in row.scores] if report else []
+    routed = any(map(config.routed_heads, range(config.num_hidden_layers)))
+    values = {
+        "config": config,
+        "scores": lineage.run.record.evaluation if lineage.run else made and _verified(made),
+        "kept": _kept(config, lineage),
+        "routes": config.router_type != "none" and routed,
+        "report": report,
+        "label": label,
+        "no_results": [row for row in scored if row not in report.results(label)],
+        "fewest_items": FEWEST_ITEMS,
+        "unit": "tokens",
+    }
+    results = _eval_results(report, label) if report else []
+    return values, {"eval_results": results, "library_name": "transformers", "pipeline_tag": "text-generation"}
+
+
+def _describe_images(
+    fields: dict[str, Any], lineage: Lineage, evaluation: Path | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    from moh_llm.conversion.images import describe_figures, describe_plan  # need a newer transformers than text
+    from moh_llm.evaluation.images import read_scores as read_image_scores
+    from moh_llm.vision import model_class
+
+    report, label = read_image_scores(evaluation, lineage.folder) if evaluation else (None, "")
+    made, architecture = lineage.conversion, model_class(lineage.folder).__name__
+    values = {
+        "config": fields,
+        "architecture": architecture,
+        "plan": describe_plan(fields),
+        "figures": describe_figures(made.images) if made and made.images else [],
+        "has_processor": (lineage.folder / "preprocessor_config.json").is_file(),
+        "report": report,
+        "label": label,
+        "unit": "images",
+    }
+    if "_class_name" in fields:
+        return values, {"eval_results": [], "library_name": "diffusers"}
+    task = "image-classification" if "Classification" in architecture else "image-feature-extraction"
+    return values, {"eval_results": [], "library_name": "transformers", "pipeline_tag": task}
 
 
 def _kept(config: MoHLlamaConfig, lineage: Lineage) -> Table:
@@ -266,10 +304,11 @@ def _unrecorded(lineage: Lineage) -> list[str]:
     return [f"entry {gap + 1}" for gap in gaps]
 
 
-def _template() -> Template:
+def _template(name: str) -> Template:
     templates = markdown_templates("moh_llm.hub", plain)
     templates.filters |= {
         "form": format,
+        "figure": lambda found: Safe(show_figure(found["value"], found["interval"], ".4f")),
         "one_line": lambda paragraph: " ".join(paragraph.split()),
         "address": lambda value: Safe(found) if (found := address(value)) else None,
         # Commands and Python are copied as they stand, so nothing in them is escaped.
@@ -277,4 +316,4 @@ def _template() -> Template:
         "string_literal": lambda value: Safe(json.dumps(visible(value), ensure_ascii=False)),
     }
     templates.globals |= {"claims": claims, "references": REFERENCES, "tables": tables, "runs": runs}
-    return templates.get_template("card.md")
+    return templates.get_template(name)

@@ -4,85 +4,66 @@ Nothing is loaded or run here; `moh_llm.hub.proof` loads the model.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import moh_llm
+from moh_llm.conversion.checkpoint import REMOTE_CODE
 from moh_llm.errors import UserError
 from moh_llm.evaluation.rendering import plain
 from moh_llm.files import scratch_folder, sha256, write_json
 from moh_llm.hub.secrets import find_secrets
 from moh_llm.locking import lock_folder
 from moh_llm.reading import read_json
-from moh_llm.records.model import INDEX_NAME, LICENCE_NAMES, SINGLE_NAME, read_index, read_weight_map
-from moh_llm.records.seal import SEAL
+from moh_llm.records.model import (
+    LICENCE_NAMES,
+    is_image_model,
+    read_config,
+    read_index,
+    read_weight_map,
+    weight_names,
+)
+from moh_llm.records.seal import EDITABLE, SEAL
 
 CARD = "README.md"
 _RECORDS = ("conversion.json", "lineage.json", "run.json", "evaluation.json")
-_NEEDED = ("config.json", "tokenizer_config.json")
+_NEEDED = ("config.json", "tokenizer_config.json")  # of text; models of images have no tokenizer
+_PROCESSOR = "preprocessor_config.json"
 _VOCABULARIES = ("merges.txt", "tokenizer.json", "vocab.json", "vocab.txt")
-_NAMES = {
-    *_RECORDS,
-    *_NEEDED,
-    *_VOCABULARIES,
-    CARD,
-    SEAL,
-    INDEX_NAME,
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-}
+_NAMES = {*_RECORDS, *_NEEDED, *_VOCABULARIES, *EDITABLE, SEAL, _PROCESSOR}
+_NAMES |= {"added_tokens.json", "special_tokens_map.json", "tokenizer.model"}
 _TEMPLATES = "additional_chat_templates"
-_OWN = Path(moh_llm.__file__).parent / "modeling"
-_CONVERT = "convert or save the model again"
+# How to mend a file.
+_CONVERT, _MOVE = "convert or save the model again", "move it out of the folder"
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One reason not to publish a file.
-
-    Attributes:
-        file: name relative to the model's folder.
-        what: what is wrong; never holds a secret that was found.
-        fix: how to fix it.
-    """
-
-    file: str
-    what: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.what}; {self.fix}"
-
-
-def check_files(folder: Path) -> list[Problem]:
+def check_files(folder: Path) -> list[str]:
     """Check a model's folder.
 
     Only files of `list_files` may be there, and configs must be; shards must hold what the index says; no text may hold
-    a secret; all code must be this version's.
+    a secret; all code must be this version's. A problem names the file, what is wrong and how to mend it.
     """
     files, problems = list_files(folder)
-    problems += [Problem(name, "is missing", _CONVERT) for name in _NEEDED if name not in files]
-    return [*problems, *_check_weights(folder), *_check_secrets(folder, files), *_check_code(folder)]
+    of_images = "config.json" in files and is_image_model(read_config(folder))
+    needed = _NEEDED[:1] if of_images else _NEEDED
+    problems += [f"{name}: is missing; {_CONVERT}" for name in needed if name not in files]
+    return [*problems, *_check_weights(folder), *_check_secrets(folder, files), *_check_code(folder, of_images)]
 
 
-def list_files(folder: Path) -> tuple[list[str], list[Problem]]:
+def list_files(folder: Path) -> tuple[list[str], list[str]]:
     """The files of a model's folder that are published, and a problem for each other file.
 
     Hidden files and Python's caches are skipped. Names are relative, with ``/``.
     """
-    allowed = _NAMES | _weight_files(folder)
+    allowed = _NAMES | _weight_files(folder) | {weight_names(folder)[1]}
     files, problems = [], []
     for path in _visible(folder):
         name = path.relative_to(folder).as_posix()
         is_model_file = name in allowed or name.startswith(LICENCE_NAMES) or path.match(f"{_TEMPLATES}/*.jinja")
         if not path.is_file() or not (is_model_file or path.suffix == ".py"):
-            problems.append(Problem(name, "is not part of a model", "move it out of the folder"))
+            problems.append(f"{name}: is not part of a model; {_MOVE}")
         else:
             files.append(name)
     return files, problems
@@ -99,36 +80,32 @@ def _visible(folder: Path) -> Iterator[Path]:
 
 def _weight_files(folder: Path) -> set[str]:
     """The weight files that are loaded from the folder: a single one is preferred to an index beside it."""
-    if (folder / SINGLE_NAME).is_file() or not (folder / INDEX_NAME).is_file():
-        return {SINGLE_NAME}
+    single, index = weight_names(folder)
+    if (folder / single).is_file() or not (folder / index).is_file():
+        return {single}
     try:
         return set(read_index(folder).values())
     except UserError:
         return set()  # `_check_weights` reports what is wrong with the index
 
 
-def _check_weights(folder: Path) -> Iterator[Problem]:
+def _check_weights(folder: Path) -> Iterator[str]:
     """Compare index and shards, of which only the headers are read; the proof loads them as the config asks."""
-    from safetensors import safe_open
-
+    single, index = weight_names(folder)
     try:
-        shards, _ = read_weight_map(folder)
-        single = shards[0].name == SINGLE_NAME
-        placed = {} if single else read_index(folder)
-        if single and set(read_index(folder).values()) - {SINGLE_NAME}:
-            yield Problem(INDEX_NAME, f"is not read beside {SINGLE_NAME}", "move it out of the folder")
+        (shards, held), placed = read_weight_map(folder), read_index(folder)
     except UserError as error:
         what = str(error).replace(f"{folder}/", "").replace(str(folder), "the folder")
-        yield Problem(INDEX_NAME if (folder / INDEX_NAME).is_file() else SINGLE_NAME, what, _CONVERT)
+        yield f"{index if (folder / index).is_file() else single}: {what}; {_CONVERT}"
         return
-    for shard in shards:
-        with safe_open(shard, framework="np") as file:
-            names = list(file.keys())
-        if placed and (extra := [name for name in names if placed.get(name) != shard.name]):
-            yield Problem(shard.name, f"holds {extra[0]}, which the index does not place there", _CONVERT)
+    if shards[0].name == single:
+        if set(placed.values()) - {single}:
+            yield f"{index}: is not read beside {single}; {_MOVE}"
+    elif extra := next((name for name, file in held.items() if placed.get(name) != file), None):
+        yield f"{held[extra]}: holds {extra}, which the index does not place there; {_CONVERT}"
 
 
-def _check_secrets(folder: Path, files: list[str]) -> Iterator[Problem]:
+def _check_secrets(folder: Path, files: list[str]) -> Iterator[str]:
     """One problem for each line of a text file that seems to hold a secret."""
     fix = "remove it, and revoke it where it was issued"
     for name in files:
@@ -139,24 +116,28 @@ def _check_secrets(folder: Path, files: list[str]) -> Iterator[Problem]:
         for number, line in enumerate([text] if vocabulary else text.splitlines(), 1):
             for kind in find_secrets(line, vocabulary):
                 where = "it" if vocabulary else f"line {number}"
-                yield Problem(name, f"{where} holds what looks like a secret ({kind})", fix)
+                yield f"{name}: {where} holds what looks like a secret ({kind}); {fix}"
 
 
-def _check_code(folder: Path) -> Iterator[Problem]:
-    """Name the code that has not the bytes of the file of that name in `moh_llm.modeling`. Nothing is run.
+def _check_code(folder: Path, of_images: bool) -> Iterator[str]:
+    """Name the code that has not the bytes that this version writes into a file of that name. Nothing is run.
 
     The proof runs the code of the folder, and so do all who load the published model.
     """
-    own = {path.name: sha256(path) for path in _OWN.glob("*.py") if path.name != "__init__.py"}
+    own = {path.name: sha256(path) for path in REMOTE_CODE}
+    if of_images:
+        from moh_llm.vision import read_code  # needs a newer transformers than models of text
+
+        own = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in read_code().items()}
     version = f"code of moh-llm {moh_llm.__version__}"
     for path in sorted(folder.rglob("*.py")):
         name, found = path.relative_to(folder).as_posix(), sha256(path)
         if found != own.get(name):
-            yield Problem(name, f"has SHA-256 {found[:16]} and is not {version}", _CONVERT)
-    for name in _NEEDED:
+            yield f"{name}: has SHA-256 {found[:16]} and is not {version}; {_CONVERT}"
+    for name in (*_NEEDED, _PROCESSOR):
         for wanted, reference in _auto_map(folder / name):
             if f"{reference.partition('.')[0]}.py" not in own:
-                yield Problem(name, f"auto_map names {reference} for {wanted}, which is not {version}", _CONVERT)
+                yield f"{name}: auto_map names {reference} for {wanted}, which is not {version}; {_CONVERT}"
 
 
 def _auto_map(path: Path) -> Iterator[tuple[str, str]]:

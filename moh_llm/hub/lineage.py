@@ -45,8 +45,8 @@ class Lineage:
 
     @property
     def from_scratch(self) -> bool:
-        """Whether the model was trained with cross-entropy and without a conversion; False without a run."""
-        trained = self.run is not None and self.run.recipe["objective"]["kind"] == "cross_entropy"
+        """Whether the model was trained without a teacher and a conversion; False without a run."""
+        trained = self.run is not None and self.run.recipe["objective"]["kind"] != "distillation"
         return self.conversion is None and trained
 
     @property

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.files import check_links, write_text
@@ -13,7 +14,7 @@ from moh_llm.hub.lineage import Licence, Lineage, find_licence, read_lineage
 from moh_llm.hub.proof import Proof, prove
 from moh_llm.hub.secrets import redact
 from moh_llm.records.identity import hash_model
-from moh_llm.records.model import is_image_model, read_config, read_moh_config
+from moh_llm.records.model import read_moh_config
 from moh_llm.records.seal import write_seal
 from moh_llm.terminal import say
 
@@ -56,7 +57,7 @@ def publish(options: PublishConfig, say: Callable[[str], None] = say) -> Publica
     """
     folder = options.folder
     check_repo_id(options.repo_id)
-    _check_model(folder)
+    is_dit = "_class_name" in _read_model(folder)
     token = None if options.dry_run else find_token()
     files, problems = list_files(folder)
     check_links(folder, [folder / name for name in files])
@@ -73,7 +74,7 @@ def publish(options: PublishConfig, say: Callable[[str], None] = say) -> Publica
                 say(f"  {problem}")
             more = f" (and {len(problems) - 1} more, see above)" if len(problems) > 1 else ""
             raise UserError(f"{folder} is not published: {problems[0]}{more}")
-        say("loading it in a clean process, without moh_llm")
+        say(f"loading it in a clean process, {'with' if is_dit else 'without'} moh_llm")
         proof = prove(copy, folder)
         if proof.failure:
             raise UserError(f"{folder} is not published: the proof failed: {proof.failure}")
@@ -94,14 +95,13 @@ def publish(options: PublishConfig, say: Callable[[str], None] = say) -> Publica
         return Publication(options.repo_id, url, commit, uploaded, proof)
 
 
-def _check_model(folder: Path) -> None:
+def _read_model(folder: Path) -> dict[str, Any]:
+    """The config of the model in a folder. Raises UserError where there is no MoH model."""
     if not (folder / "config.json").is_file():
         if (folder / "model" / "config.json").is_file():
             raise UserError(f"{folder} is a training run; publish {folder / 'model'}")
         raise UserError(f"{folder} holds no config.json; name a folder that moh-llm convert or train made")
-    if is_image_model(read_config(folder)):
-        raise UserError(f"{folder} holds a model of images, which is not checked here: hf upload ORG/NAME {folder}")
-    read_moh_config(folder)
+    return read_moh_config(folder)
 
 
 def _added_files(options: PublishConfig, files: list[str], lineage: Lineage, licence: Licence) -> dict[str, Path]:
@@ -134,9 +134,8 @@ def _describe(files: dict[str, int], proof: Proof) -> list[str]:
     return [
         *(f"{name:<{width}}  {size:>14,} bytes" for name, size in files.items()),
         "checks: passed",
-        f"proof: in a clean process, the logits of {seen['texts']} texts ({seen['tokens']} tokens) and the generated "
-        f"tokens equal the local model's bit for bit ({seen['dtype']}, transformers "
-        f"{seen['versions']['transformers']}, {seen['seconds']} s)",
+        f"proof: in a clean process, {seen['compared']} equal the local model's bit for bit "
+        f"({seen['dtype']}, transformers {seen['versions']['transformers']}, {seen['seconds']} s)",
     ]
 
 

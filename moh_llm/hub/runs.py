@@ -9,6 +9,7 @@ from moh_llm.hub.checks import CARD
 from moh_llm.hub.config import PublishConfig
 from moh_llm.hub.lineage import Lineage, check_terms, find_licence, read_lineage
 from moh_llm.hub.publish import check_repo_id, find_token, publish
+from moh_llm.records.model import is_moh, read_config, read_moh_config
 from moh_llm.terminal import say
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.runs import check_converted
@@ -19,7 +20,7 @@ def check_hub(config: TrainConfig) -> None:
     if config.hub is None:
         return
     start = Path(config.model)
-    check_converted(start)
+    (check_converted if config.images is None else read_moh_config)(start)
     try:
         check_repo_id(config.hub.repo_id)
         find_token()
@@ -35,11 +36,11 @@ def check_hub(config: TrainConfig) -> None:
 def finish_run(config: TrainConfig) -> None:
     """Write the card of a finished run's model, unless it has one, and publish the model if the recipe says so.
 
-    A card that cannot be written is printed. Raises UserError, with the command that tries again, for a model that
-    cannot be published.
+    Dense models, which runs on images may train, have no card. A card that cannot be written is printed. Raises
+    UserError, with the command that tries again, for a model that cannot be published.
     """
     model = Path(config.output_dir) / "model"
-    if not (model / CARD).exists():
+    if is_moh(read_config(model)) and not (model / CARD).exists():
         try:
             card.write_local_card(model)
         except UserError as error:

@@ -16,9 +16,10 @@ from moh_llm.records.seal import WeightHashes
 
 CONVERSION, LINEAGE = "conversion.json", "lineage.json"
 # What figures of a run are against: the checkpoint that the conversion names or, where that is not available, the
-# model that the run began with.
-ReferenceKind = Literal["base", "start"]
+# model that the run began with. A run on images may name any model.
+ReferenceKind = Literal["base", "start", "named"]
 REFERENCES: dict[ReferenceKind, str] = {"base": "the base", "start": "the model it began with, all heads on"}
+REFERENCES["named"] = "the model that its recipe names"
 
 
 class Base(Record):
@@ -215,9 +216,9 @@ class RunEntry(Record):
     """A training run.
 
     Attributes:
-        objective: "distillation" or "cross_entropy".
-        tokens, steps: how long it trained.
-        mixture: the text, by its mixture's name.
+        objective: "distillation", "cross_entropy" or "noise".
+        tokens, steps: how long it trained; of a model of images, ``tokens`` counts images.
+        mixture: the text, by its mixture's name, or the images, by their place's.
         seed: the recipe's.
         teacher: what taught it; None for cross-entropy.
         lora_rank: of its adapters; None where it had none.

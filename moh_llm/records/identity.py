@@ -37,6 +37,7 @@ from moh_llm.records.tensors import is_routing_weight
 
 # What besides the weights decides what a model answers.
 _SETTINGS = (CONFIG, "generation_config.json", *TOKENIZERS, "special_tokens_map.json", "added_tokens.json")
+_SETTINGS += ("preprocessor_config.json",)
 # Fields of a MoH config that decide what a layer computes from given weights.
 _PLAN = (
     # The same plan may be written as one number, or as one for each layer.

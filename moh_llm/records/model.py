@@ -102,11 +102,17 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_moh_config(folder: Path, name: str = "") -> dict[str, Any]:
-    """`read_config` of a MoH model. Raises UserError for another model, which it calls ``name``."""
-    fields = read_config(folder)
-    if (kind := fields.get("model_type")) != "moh_llama":
+    """`read_config` of a MoH model of text or images. Raises UserError for another one, which it calls ``name``."""
+    if not is_moh(fields := read_config(folder)):
+        kind = fields.get("model_type", fields.get("_class_name"))
         raise UserError(f"{name or folder} has model_type={kind}, not moh_llama; convert it first (moh-llm convert)")
     return fields
+
+
+def is_moh(fields: dict[str, Any]) -> bool:
+    """Whether a `config.json` is of a MoH model of text or images."""
+    kind = fields.get("model_type", fields.get("_class_name"))
+    return kind == "moh_llama" or (str(kind).lower().startswith("moh") and is_image_model(fields))
 
 
 def is_image_model(fields: dict[str, Any]) -> bool:

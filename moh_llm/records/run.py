@@ -1,9 +1,12 @@
 """The records of a training run: `run.json`, a line of `log.jsonl`, and `checkpoint.json`."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
+from moh_llm.errors import UserError
+from moh_llm.reading import parse_json
 from moh_llm.records.base import Record
 from moh_llm.records.conversion import ReferenceKind
 from moh_llm.records.seal import FileMark, WeightHashes
@@ -88,7 +91,7 @@ class RunRecord(Record):
         balance_coefficient: weight of the load-balance loss; None where the model's routers have no such loss.
         keys_asked, keys_calibrated: threshold routers: share of the keys that the model should read in a document of
             the recipe's length, and that it reads in the training text.
-        evaluation: scores of the saved model.
+        evaluation: scores of the saved model; ``held_out``: those of a model of images.
         model_files: the files of ``OUTPUT/model`` by name, without its seal.
         made: hashes of the saved model.
     """
@@ -112,6 +115,7 @@ class RunRecord(Record):
     keys_asked: float | None = None
     keys_calibrated: float | None = None
     evaluation: Scores | None = None
+    held_out: dict[str, int | float] | None = None
     model_files: dict[str, FileMark] | None = None
     made: WeightHashes | None = None
 
@@ -138,6 +142,22 @@ class LogLine(Record):
     tokens_of_source: dict[str, int] | None = None
     validation: Scores | None = None
     routing: Routing | None = None
+
+
+def read_log(path: Path, way_out: str) -> tuple[list[LogLine], bool]:
+    """The lines of a log, and whether an incomplete last one, as a kill leaves it, is left out.
+
+    Raises UserError, which ends in ``way_out``, for a malformed line, and OSError where the file cannot be read.
+    """
+    *texts, rest = path.read_bytes().split(b"\n")
+    lines = []
+    for number, text in enumerate(texts, start=1):
+        where = f"{path}: line {number}"
+        try:
+            lines += [LogLine.parse(parse_json(text, where), where)] if text.strip() else []
+        except UserError as error:
+            raise UserError(f"{error}; {way_out}") from error
+    return lines, bool(rest.strip())
 
 
 class CheckpointRecord(Record):

@@ -23,6 +23,7 @@ EDITABLE = ("README.md", "chat_template.jinja", "chat_template.json", "generatio
 _THREADS = min(8, os.cpu_count() or 1)
 # What transformers would read from a folder that did not have it when it was sealed.
 _LOADED = {CONFIG, INDEX_NAME, *TOKENIZERS, "added_tokens.json", "special_tokens_map.json", "adapter_config.json"}
+_LOADED |= {"preprocessor_config.json", "diffusion_pytorch_model.safetensors.index.json"}
 
 
 class FileMark(Record):
@@ -86,7 +87,7 @@ def read_seal(folder: Path) -> Seal | None:
 def find_changes(folder: Path, seal: Seal) -> dict[str, str]:
     """Files that differ from the seal, and how: ``{"config.json": "was changed (1,595 bytes instead of 1,596)"}``.
 
-    Files that people edit may differ, and so may code: this package runs its own, and `moh_llm.hub.checks.other_code`
+    Files that people edit may differ, and so may code: this package runs its own, and `moh_llm.hub.checks.check_files`
     compares the two.
     """
     names = [name for name in seal.files if not name.endswith(".py") and not _is_editable(name)]

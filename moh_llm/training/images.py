@@ -19,22 +19,25 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from moh_llm import vision
+from moh_llm.conversion.base import locate
 from moh_llm.data.stream import SequenceStream, permute
 from moh_llm.errors import UserError, reason
 from moh_llm.files import check_output_folder, new_folder
 from moh_llm.locking import lock_folder
 from moh_llm.options import options_of
 from moh_llm.reading import read_yaml
-from moh_llm.records.conversion import CONVERSION
-from moh_llm.records.identity import identify
-from moh_llm.records.model import licence_texts, read_config
+from moh_llm.records.conversion import last_component
+from moh_llm.records.identity import hash_model, identify, read_records
+from moh_llm.records.model import read_config
 from moh_llm.records.run import LogLine, ModelMark
-from moh_llm.records.seal import mark_files
+from moh_llm.records.seal import SEAL, mark_files, write_seal
 from moh_llm.records.tensors import is_routing_weight
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.loop import Training
 from moh_llm.training.losses import StepLosses
 from moh_llm.training.networks import count_weights, trained_weights
+from moh_llm.training.reference import Reference, StartingPoint
+from moh_llm.training.saving import add_records
 from moh_llm.training.sharding import Networks
 from moh_llm.training.step import make_optimizer
 from moh_llm.vision import load_model
@@ -45,7 +48,7 @@ from moh_llm.vision.prediction import TIMESTEPS, add_noise, denoising_loss, is_d
 HELD_OUT = 1024  # images that are scored in a run
 _AVERAGE = "average."  # before the names of averaged weights
 # Options that have no meaning for images.
-_OF_TEXT = ("attn_implementation", "gate_gradient", "gradient_checkpointing", "lora", "hub", "data.mixture")
+_OF_TEXT = ("attn_implementation", "gate_gradient", "gradient_checkpointing", "lora", "data.mixture")
 _OF_TEXT += ("data.sequence_length", "objective.keys", "evaluation.max_tokens")
 
 
@@ -160,7 +163,13 @@ class ImageTraining(Training):
             weight.requires_grad_((is_routing_weight(name) or not config.freeze_base) and "mask_token" not in name)
         if not (weights := trained_weights(network)):
             raise UserError(f"freeze_base=true: model={config.model} has no router or fallback that is trained")
-        teacher = make_teacher(config, network) if kind == "distillation" else None
+        records, teacher, reference = read_records(Path(config.model)), None, None
+        for line in records.lines(f"model={config.model}"):
+            self.say(line)
+        if config.objective.has_teacher:
+            teacher = make_teacher(config, network)
+            reference = Reference("named" if config.base else "start", own=config.base is None)
+        self.start = StartingPoint(records, reference, last_component(config.images.train))
         self.stream, self.held_out = (
             place and ImageStream(open_images(place, Path(config.model), kind == "cross_entropy"), config.seed)
             for place in (config.images.train, config.images.held_out)
@@ -176,10 +185,11 @@ class ImageTraining(Training):
         self.step, self.balance_coefficient, self.budget = step, step.beta, None
 
     def facts(self) -> dict[str, Any]:
-        """What identifies the images."""
-        labels = self.stream.images.labels
+        """What identifies the images, and what the run distills from."""
+        labels, reference = self.stream.images.labels, self.start.reference
         digest = None if labels is None else hashlib.sha256(labels.numpy().tobytes()).hexdigest()
-        return {"data": {"images": len(self.stream.images), "labels_sha256": digest}}
+        data = {"images": len(self.stream.images), "labels_sha256": digest}
+        return {"data": data, "reference": reference and reference.kind}
 
     def of_step(self) -> str:
         """What a step reads, in words."""
@@ -232,16 +242,17 @@ class ImageTraining(Training):
             for name in [name for name in weights if name.startswith(_AVERAGE)]:
                 weights[name.removeprefix(_AVERAGE)].copy_(weights[name])
         self.score(line := LogLine(step=config.max_steps))
-        files = {}
+        files, made = {}, None
         if self.accelerator.is_main_process:
             with new_folder(run.model, overwrite=True) as temporary:
                 self.step.student.save_pretrained(temporary)
-                kept = [Path(config.model, name) for name in (CONVERSION, "preprocessor_config.json")]
-                for file in [*licence_texts(Path(config.model)), *filter(Path.is_file, kept)]:
-                    shutil.copyfile(file, temporary / file.name)
-            files = mark_files(run.model)
+                if (processor := Path(config.model, "preprocessor_config.json")).is_file():
+                    shutil.copyfile(processor, temporary / processor.name)
+                add_records(temporary, config, self.start, config.max_steps)
+            files, made = mark_files(run.model), hash_model(run.model)
+            files.pop(SEAL)  # it covers the card, which is written when the run is finished
             self.say(f"{run.model} is written after {config.max_steps} steps, {self.seconds:.0f} s of training")
-        run.finish(files, seconds=round(self.seconds, 3), held_out=getattr(line, "held_out", None))
+        run.finish(files, seconds=round(self.seconds, 3), made=made, held_out=getattr(line, "held_out", None))
 
 
 def initialise(architecture: Path, output: Path, seed: int, overwrite: bool) -> nn.Module:
@@ -273,6 +284,7 @@ def initialise(architecture: Path, output: Path, seed: int, overwrite: bool) -> 
         raise UserError(f"{architecture} makes no model: {reason(error)}") from error
     with lock_folder(output), new_folder(output, overwrite) as temporary:
         network.save_pretrained(temporary)
+        write_seal(temporary, hash_model(temporary))
     return network
 
 
@@ -282,7 +294,7 @@ def make_teacher(config: TrainConfig, network: nn.Module) -> nn.Module:
     Raises UserError where that is no dense model: it has no routers, or weighs heads by their scores.
     """
     if config.base is not None:
-        return load_model(Path(config.base)).requires_grad_(False)
+        return load_model(locate(config.base)[0]).requires_grad_(False)
     if getattr(network.config, "router_score", None) != "quantized":
         raise UserError(f"model={config.model} holds no base to distill from: name a base, or another objective.kind")
     teacher = copy.deepcopy(network).eval().requires_grad_(False)

@@ -61,7 +61,8 @@ class StartingPoint:
         records: the model's hashes, its lineage, and its conversion.
         reference: None where there is nothing to compare with: a model from scratch, or a model with weighted scores,
             which is not its dense form with all heads on.
-        mixture: the name of the text's mixture; None: unknown, and the file or folder names it.
+        mixture: the name of the text's mixture, or of the place of images; None: unknown, and the file or folder names
+            it.
     """
 
     records: FolderRecords
@@ -83,7 +84,7 @@ class StartingPoint:
             RunEntry(
                 kind="run",
                 objective=config.objective.kind,
-                tokens=steps * config.tokens_per_step,
+                tokens=steps * config.step_size[0],
                 steps=steps,
                 mixture=mixture_name(self.mixture, config.data.mixture),
                 seed=config.seed,

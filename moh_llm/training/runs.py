@@ -11,7 +11,6 @@ OUTPUT/run.json      recipe, model, data, versions; when finished also tokens, s
 import json
 import platform
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -22,10 +21,9 @@ from moh_llm.data.shards import TokenizedSource
 from moh_llm.errors import UserError
 from moh_llm.files import check_holds_none, check_place, write_text
 from moh_llm.locking import INSIDE
-from moh_llm.reading import parse_json
 from moh_llm.records.identity import identify
 from moh_llm.records.model import is_image_model, read_config, read_moh_config
-from moh_llm.records.run import LogLine, ModelMark, RunRecord
+from moh_llm.records.run import LogLine, ModelMark, RunRecord, read_log
 from moh_llm.records.seal import FileMark, find_fault
 from moh_llm.training.config import TrainConfig, changed_options
 
@@ -145,21 +143,12 @@ class Run:
         Raises:
             UserError: a line is malformed. A last line that a kill cut short is dropped.
         """
-        kept = [line for line in self._read_log() if line.step <= step]
+        way_out = "restore the log, or pass --overwrite to start anew"
+        lines = read_log(self._log_path, way_out)[0] if self._log_path.exists() else []
+        kept = [line for line in lines if line.step <= step]
         if self._writes:
             write_text(self._log_path, "".join(json.dumps(line.content()) + "\n" for line in kept))
         return kept
-
-    def _read_log(self) -> Iterator[LogLine]:
-        lines = self._log_path.read_bytes().splitlines(keepends=True) if self._log_path.exists() else []
-        for number, text in enumerate(lines, start=1):
-            if not text.endswith(b"\n"):
-                return  # cut short by a kill
-            where = f"{self._log_path} line {number}"
-            try:
-                yield LogLine.parse(parse_json(text.decode("utf-8", "replace"), where), where)
-            except UserError as error:
-                raise UserError(f"{error}; restore the log, or pass --overwrite to start anew") from error
 
     def log(self, line: LogLine) -> None:
         """Append one line to the log."""

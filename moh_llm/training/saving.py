@@ -69,13 +69,18 @@ def save_network(
         except SafetensorError as error:  # how it reports a full disk
             raise UserError(f"cannot write {folder}: {' '.join(str(error).split())[:200]}; free some space") from error
         tokenizer.save_pretrained(temporary)
-        for file in licence_texts(Path(config.model)):
-            shutil.copyfile(file, temporary / file.name)
-        if (conversion := starting_point.records.conversion) is not None:
-            conversion.write(temporary / CONVERSION)
-        made = hash_model(temporary)
-        starting_point.chain_after(config, steps, made).write(temporary / LINEAGE)
-        write_seal(temporary, made)
+        add_records(temporary, config, starting_point, steps)
+
+
+def add_records(folder: Path, config: TrainConfig, starting_point: StartingPoint, steps: int) -> None:
+    """Write licence, records and seal beside the tuned weights; the arguments are those of `save_network`."""
+    for file in licence_texts(Path(config.model)):
+        shutil.copyfile(file, folder / file.name)
+    if (conversion := starting_point.records.conversion) is not None:
+        conversion.write(folder / CONVERSION)
+    made = hash_model(folder)
+    starting_point.chain_after(config, steps, made).write(folder / LINEAGE)
+    write_seal(folder, made)
 
 
 def _cast(network: torch.nn.Module, folder: Path) -> torch.dtype:

@@ -24,12 +24,19 @@ CODE = ("configuration_moh_vit.py", "modeling_moh_vit.py", "gated_heads_moh.py")
 CODE += ("head_plan_moh.py", "heads_moh.py", "routing_moh.py")
 
 
-def write_code(folder: str | Path) -> None:
-    """Write the files of the model's code side by side, so that they import one another by relative names."""
+def read_code() -> dict[str, str]:
+    """The files of the model's code by name, as they lie side by side and import one another by relative names."""
+    found = {}
     for name in CODE:
         own = Path(__file__).with_name(name)
         text = (own if own.exists() else Path(moh_llm.modeling.__file__).with_name(name)).read_text(encoding="utf-8")
-        text = text.replace("from moh_llm.modeling.", "from .").replace("from moh_llm.vision.", "from .")
+        found[name] = text.replace("from moh_llm.modeling.", "from .").replace("from moh_llm.vision.", "from .")
+    return found
+
+
+def write_code(folder: str | Path) -> None:
+    """Write the files of `read_code`."""
+    for name, text in read_code().items():
         Path(folder, name).write_text(text, encoding="utf-8")
 
 

@@ -185,7 +185,7 @@ def test_text_that_was_not_read_is_not_told(converted: Path) -> None:
     change(converted / "conversion.json", verification=None, calibration=None, parameters=None)
     sections = check_card(build_card(converted, NAME))
     assert "How close the model is to its base is not on record" in sections["What it keeps"]
-    assert "fitted nothing to text" in sections["How it was made"]
+    assert "The conversion fitted nothing." in sections["How it was made"]
 
 
 @pytest.mark.parametrize(

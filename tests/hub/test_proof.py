@@ -1,5 +1,6 @@
 """Loading a folder in a clean process by its own code, and comparing with the local model."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,9 @@ def test_a_sharded_model_is_the_same_there_bit_for_bit(moh_model, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", "/nowhere")
     proof = prove(moh_model, moh_model)
     assert proof.failure is None
-    assert proof.record["dtype"] == "float32" and proof.record["texts"] == 3 and proof.record["tokens"] > 100
+    assert proof.record["dtype"] == "float32"
+    assert re.fullmatch(r"the logits of 3 texts \(1\d\d tokens\) and the generated tokens", proof.record["compared"])
     assert all(module.startswith("transformers_modules.") for module in proof.record["classes"].values())
-    assert len(proof.record["generated"]) == 3
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def test_weights_that_were_changed_between_runs_are_told(place: Path, tune: Any)
     save_file(weights | {"model.norm.weight": weights["model.norm.weight"] + 1}, one / "model" / "model.safetensors")
     tune(one / "model", two, "--max_steps", "1", "--objective.kind", "cross_entropy")
     lineage = check_card(card_of(two))["How it was made"]
-    assert "| 3 | cross-entropy on the text | 128 | 1 | `tiny` | 0 | changed | changed |" in lineage
+    assert "| 3 | cross-entropy | 128 | 1 | `tiny` | 0 | changed | changed |" in lineage
     assert "; **what was done to the weights before entry 3 is not on record in full**" in lineage
 
 
