@@ -16,7 +16,7 @@ from moh_llm.analysis.retrieval import Prompt, make_prompt
 from moh_llm.errors import UserError
 
 LENGTH, DISTANCES = 2048, (400, 800, 1200, 1600)  # tokens of a prompt, and from a needle to its repetition
-PROMPTS = 24
+PROMPTS = 12
 TIES = 1e-6  # of the weight on the token's place, for heads of equal scores: most have none
 _FOUND = 0.5  # share of a needle's tokens that the model has right, above which it counts as found
 
@@ -48,8 +48,7 @@ def retrieval_scores(model: PreTrainedModel, prompts: Iterable[Prompt]) -> torch
         output = model(ids[:, begin:], past_key_values=cache, output_attentions=True)
         model.set_attn_implementation(usual)
         most_likely = output.logits[0].argmax(-1)
-        weights = torch.cat(output.attentions)  # [layers, H, T, S]
-        most_read = weights.argmax(-1)
+        most_read = torch.cat([weights.argmax(-1) for weights in output.attentions])  # [layers, H, T]
         for answer in prompt.answers:
             places = torch.arange(answer.start, answer.stop, device=ids.device)
             rows = places - 1 - begin  # of the predictions of the answer's tokens
@@ -58,5 +57,6 @@ def retrieval_scores(model: PreTrainedModel, prompts: Iterable[Prompt]) -> torch
                 found += 1
                 needle = places - answer.distance
                 copies = (most_read[..., rows] == needle) & right
-                copied += (copies + TIES * weights[..., rows, needle]).mean(-1).cpu()
+                looks = torch.cat([weights[..., rows, needle] for weights in output.attentions])
+                copied += (copies + TIES * looks).mean(-1).cpu()
     return copied / max(1, found)
