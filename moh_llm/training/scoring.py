@@ -5,6 +5,7 @@ Scores are means over predicted positions, statistics of routers over all positi
 Shapes: N positions, U routed groups of a layer among which tokens choose (heads or key-value groups).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from moh_llm.flops import distant_keys, share_of_keys
 from moh_llm.intervals import SUMMED
 from moh_llm.metrics import Batch, Comparison
 from moh_llm.modeling import MoHRouter
+from moh_llm.progress import TextProgress
 from moh_llm.records.run import Routing, Scores
 from moh_llm.training import networks
 from moh_llm.training.budget import distant_keys_read
@@ -73,11 +75,16 @@ def _choosable(router: MoHRouter) -> int:
 
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator | None, model: torch.nn.Module, batches: list[Batch], all_heads: bool = False
+    accelerator: Accelerator | None,
+    model: torch.nn.Module,
+    batches: list[Batch],
+    all_heads: bool = False,
+    told: Callable[[int], None] = lambda tokens: None,
 ) -> tuple[Scores, Routing]:
     """Score held-out sequences with the model's own head budgets, or with all heads on.
 
-    The processes share the sequences; without an accelerator this one scores all of them.
+    The processes share the sequences; without an accelerator this one scores all of them. ``told`` gets the number of
+    tokens of each batch that this process has scored.
 
     Returns:
         The scores, against the reference if there is one, and the health of the routers.
@@ -115,6 +122,7 @@ def evaluate(
         # Where the same heads are on for all tokens, none chooses.
         choices = [router.select(logits).bool()[:, : _choosable(router)] for logits, router in pairs]
         counts.add(choices, heads)
+        told(batch["input_ids"].numel())
     model.train()
     reduce: Reduce = accelerator.reduce if accelerator else lambda tensor: tensor
     sums, keys = reduce(sums), reduce(keys)
@@ -141,10 +149,15 @@ def score_saved(
     other = None if reference is None else networks.load_reference(config, reference, device)
     saved = networks.load_network(folder, dtype).to(device)
     step = TrainingStep(saved, other, config.objective, reference)
-    scores, routing = evaluate(None, step, batches)
-    scores.dtype, scores.heads_read = str(dtype).removeprefix("torch."), routing.heads_read
+    tokens, passes = sum(batch["input_ids"].numel() for batch in batches), {"as saved": 1.0}
     if reference is not None:
-        scores.all_heads_kl = evaluate(None, step, batches, all_heads=True)[0].kl
+        passes["with all heads on"] = 1.0
+    with TextProgress("score", tokens, passes) as bar:
+        scores, routing = evaluate(None, step, batches, told=functools.partial(bar.advance, "as saved"))
+        scores.dtype, scores.heads_read = str(dtype).removeprefix("torch."), routing.heads_read
+        if reference is not None:
+            told = functools.partial(bar.advance, "with all heads on")
+            scores.all_heads_kl = evaluate(None, step, batches, all_heads=True, told=told)[0].kl
     return scores
 
 
