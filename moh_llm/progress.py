@@ -14,14 +14,12 @@ class TextProgress(tqdm):  # type: ignore[type-arg]
         what: name of the job.
         tokens: number of tokens of the text; each pass reads all of them.
         passes: name -> work of each pass, in order and in one unit: a backward pass takes longer than a forward one.
-        shown: whether there is a bar; one process of many has it.
     """
 
-    def __init__(self, what: str, tokens: int, passes: Mapping[str, float], shown: bool = True):
+    def __init__(self, what: str, tokens: int, passes: Mapping[str, float]):
         self._what, self._tokens, self._passes, self._read = what, tokens, passes, dict.fromkeys(passes, 0.0)
         work = sum(passes.values())
-        shape = {"bar_format": _FORMAT, "smoothing": 0, "miniters": 0, "leave": False}
-        super().__init__(total=work, desc=what, disable=not shown, **shape)
+        super().__init__(total=work, desc=what, bar_format=_FORMAT, smoothing=0, miniters=0, leave=False)
 
     def advance(self, name: str, tokens: float) -> None:
         """Count ``tokens`` more tokens of pass ``name``; some of a token's layers count as a fraction of it."""

@@ -5,19 +5,18 @@ Scores are means over predicted positions, statistics of routers over all positi
 Shapes: N positions, U routed groups of a layer among which tokens choose (heads or key-value groups).
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from tqdm import tqdm
 
 from moh_llm.devices import float64_device, wide
 from moh_llm.flops import distant_keys, share_of_keys
 from moh_llm.intervals import SUMMED
 from moh_llm.metrics import Batch, Comparison
 from moh_llm.modeling import MoHRouter
-from moh_llm.progress import TextProgress
 from moh_llm.records.run import Routing, Scores
 from moh_llm.training import networks
 from moh_llm.training.budget import distant_keys_read
@@ -75,16 +74,11 @@ def _choosable(router: MoHRouter) -> int:
 
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator | None,
-    model: torch.nn.Module,
-    batches: list[Batch],
-    all_heads: bool = False,
-    told: Callable[[int], None] = lambda tokens: None,
+    accelerator: Accelerator | None, model: torch.nn.Module, batches: list[Batch], all_heads: bool = False
 ) -> tuple[Scores, Routing]:
     """Score held-out sequences with the model's own head budgets, or with all heads on.
 
-    The processes share the sequences; without an accelerator this one scores all of them. ``told`` gets the number of
-    tokens of each batch that this process has scored.
+    The processes share the sequences; without an accelerator this one scores all of them.
 
     Returns:
         The scores, against the reference if there is one, and the health of the routers.
@@ -101,7 +95,8 @@ def evaluate(
     counts = RoutingCounts(step.network.config.heads_per_group)
     keys = torch.zeros(2, dtype=torch.float64, device=sums.device)  # distant keys that are read, and all of them
     model.eval()
-    for number in range(rounds):
+    hidden = None if rank == 0 else True  # None: on terminals alone
+    for number in tqdm(range(rounds), "score", unit="batch", leave=False, disable=hidden):
         # Every process takes part in every micro-batch: some strategies gather weights in each.
         batch = batches[mine[number] if number < len(mine) else 0]
         targets = next_token_targets(batch["labels"])
@@ -122,7 +117,6 @@ def evaluate(
         # Where the same heads are on for all tokens, none chooses.
         choices = [router.select(logits).bool()[:, : _choosable(router)] for logits, router in pairs]
         counts.add(choices, heads)
-        told(batch["input_ids"].numel())
     model.train()
     reduce: Reduce = accelerator.reduce if accelerator else lambda tensor: tensor
     sums, keys = reduce(sums), reduce(keys)
@@ -149,15 +143,10 @@ def score_saved(
     other = None if reference is None else networks.load_reference(config, reference, device)
     saved = networks.load_network(folder, dtype).to(device)
     step = TrainingStep(saved, other, config.objective, reference)
-    tokens, passes = sum(batch["input_ids"].numel() for batch in batches), {"as saved": 1.0}
+    scores, routing = evaluate(None, step, batches)
+    scores.dtype, scores.heads_read = str(dtype).removeprefix("torch."), routing.heads_read
     if reference is not None:
-        passes["with all heads on"] = 1.0
-    with TextProgress("score", tokens, passes) as bar:
-        scores, routing = evaluate(None, step, batches, told=functools.partial(bar.advance, "as saved"))
-        scores.dtype, scores.heads_read = str(dtype).removeprefix("torch."), routing.heads_read
-        if reference is not None:
-            told = functools.partial(bar.advance, "with all heads on")
-            scores.all_heads_kl = evaluate(None, step, batches, all_heads=True, told=told)[0].kl
+        scores.all_heads_kl = evaluate(None, step, batches, all_heads=True)[0].kl
     return scores
 
 

@@ -5,20 +5,18 @@ no token, or every token, of the text has on becomes never-on, or always-on: its
 backends compute such heads without sorting tokens.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+from tqdm import tqdm
 
 from moh_llm.devices import float64_device
 from moh_llm.flops import distant_keys
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
-from moh_llm.progress import TextProgress
 
 PASSES = 3  # at most
 _CLOSE = 0.005  # a share of distant keys within half a per cent of the target is what was asked for
@@ -62,26 +60,24 @@ def measure_thresholds(
     routers = accelerator.unwrap_model(model).network.routers
     size, heads = routers[0].group_size, sum(router.num_heads for router in routers)
     wanted = (target * heads - sum(router.num_shared for router in routers)) / size
-    shift, tokens = 0.0, sum(batch["input_ids"].numel() for batch in batches)
-    passes = {f"pass {number + 1}": 1.0 for number in range(PASSES)}
+    shift = 0.0
     hooks = [
         router.routed.register_forward_hook(lambda module, inputs, scores: scores + shift)
         for router in routers
         if router.num_routed
     ]
-    with ExitStack() as held:
-        for hook in hooks:
-            held.callback(hook.remove)
-        bar = held.enter_context(TextProgress("set thresholds", tokens, passes, accelerator.is_main_process))
-        for number, name in enumerate(passes):
-            told = functools.partial(bar.advance, name)
-            if (shares := _score_shares(accelerator, model, batches, told)) is None:
+    try:
+        for number in range(PASSES):
+            if (shares := _score_shares(accelerator, model, batches)) is None:
                 return None
             above = torch.stack([share.sum(0) for share in shares]).sum(0).flip(0).cumsum(0).flip(0)
             if number == PASSES - 1 or abs(above[_BINS // 2] / wanted - 1) <= _CLOSE:
                 break
             edge = int((above - wanted).abs().argmin())  # scores of this bin and of higher ones read the budget
             shift += _HIGHEST - edge * 2 * _HIGHEST / _BINS
+    finally:
+        for hook in hooks:
+            hook.remove()
     on = [share[:, _BINS // 2 :].sum(-1) for share in shares]  # share of distant keys that each group reads
     means = [router.num_shared / size + float(groups.sum()) for router, groups in zip(routers, on, strict=True)]
     return Thresholds(
@@ -93,19 +89,15 @@ def measure_thresholds(
     )
 
 
-def _score_shares(
-    accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch], told: Callable[[int], None]
-) -> list[torch.Tensor] | None:
-    """For each layer the share of distant keys by the bin of their tokens' score, `[U, bins]`; None without any.
-
-    ``told`` gets the number of tokens of each batch that was read.
-    """
+def _score_shares(accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch]) -> list[torch.Tensor] | None:
+    """For each layer the share of distant keys by the bin of their tokens' score, `[U, bins]`; None without any."""
     network, device = accelerator.unwrap_model(model).network, accelerator.device
     exact = float64_device(device)
     counts = [torch.zeros(router.routed_groups, _BINS, dtype=torch.float64, device=exact) for router in network.routers]
     distant = torch.zeros((), dtype=torch.float64, device=exact)
     model.eval()
-    for batch in batches:
+    hidden = None if accelerator.is_main_process else True  # None: on terminals alone
+    for batch in tqdm(batches, "set thresholds", unit="batch", leave=False, disable=hidden):
         inputs = batch["input_ids"], batch["position_ids"], batch["labels"]
         _, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True, route=True)
         weights = distant_keys(network.config, batch["position_ids"]).flatten().to(exact, torch.float64)
@@ -116,7 +108,6 @@ def _score_shares(
             bins = bins.clamp(0, _BINS - 1).long()
             for group in range(len(count)):
                 count[group] += torch.bincount(bins[:, group], weights, minlength=_BINS)
-        told(batch["input_ids"].numel())
     model.train()
     total = float(accelerator.reduce(distant, "sum"))
     return [accelerator.reduce(count, "sum").cpu() / total for count in counts] if total else None

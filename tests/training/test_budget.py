@@ -120,7 +120,7 @@ def test_multiplier_is_the_slope_of_the_task_over_that_of_the_keys(network) -> N
     assert budget.multiplier == 0.0
 
 
-def test_thresholds_read_the_budget_and_keep_outputs(configure, network, capsys) -> None:
+def test_thresholds_read_the_budget_and_keep_outputs(configure, network) -> None:
     config = configure()
     accelerator, batches = make_accelerator(config), [batch_of(2, 48), batch_of(3, 48)]
     step = TrainingStep(network, None, config.objective)
@@ -129,7 +129,6 @@ def test_thresholds_read_the_budget_and_keep_outputs(configure, network, capsys)
         network.routers[1].routed.bias[0] = -50.0
     kinds = network.config.shared_heads_per_layer, network.config.never_on_heads_per_layer
     found = measure_thresholds(accelerator, step, batches, target=0.6)
-    assert "set thresholds" in capsys.readouterr().err  # reading the text takes a while
     assert found.distant_read == pytest.approx(0.6, abs=0.02)  # a few hundred scores have no finer quantile
 
     def outputs(network: MoHLlamaForCausalLM) -> tuple[torch.Tensor, float]:
