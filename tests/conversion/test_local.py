@@ -25,7 +25,7 @@ def test_long_context_is_converted_with_local_fallbacks(base, convert, tmp_path,
     assert convert(base, tmp_path / "moh", "--keys", "0.6", "--context", "2048", *flags) == 0
     moh = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh")
     config, heads = moh.config, 8
-    assert f"the plan reads {keys_read(config, 2048):.1%} of the base's keys" in capsys.readouterr().out
+    assert f"  reads {keys_read(config, 2048):.1%} of the base's keys in 2,048 tokens\n" in capsys.readouterr().out
     assert (config.head_fallback, config.router_type) == ("local", router)
     assert config.moh_format == (6 if config.never_on_heads else 3)
     assert (config.local_start, config.all_heads_until) == (256, 260)
