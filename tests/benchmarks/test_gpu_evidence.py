@@ -71,10 +71,10 @@ def test_at_the_limit_a_command_ends_with_its_processes_and_the_rest_stays_in_th
     todo = {"fast": Job(python("print(1)")), "slow": Job(python(start)), "next": Job(sleep)}
     run_jobs("part", todo, path, record := open_record(path, resume=False), 60, at_once=2)
     assert json.loads(path.read_text()) == record
-    assert [record["commands"][name]["status"] for name in todo] == [0, -9, -9] and [*left(todo, record)] == [
-        "slow",
-        "next",
-    ]
+    found = {name: one["status"] for name, one in record["commands"].items()}
+    # The third may or may not have begun by then.
+    assert {"next": -9, **found} == {"fast": 0, "slow": -9, "next": -9}
+    assert [*left(todo, record)] == ["slow", "next"]
     number = int(child.read_text())
     assert not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE
 
@@ -117,21 +117,18 @@ def test_the_plan_names_every_part_and_flags_that_there_are_and_runs_nothing(tmp
 
 
 @pytest.mark.slow
-def test_every_command_runs_at_its_tiny_size_and_none_twice(make_llama, tmp_path):
-    pytest.importorskip("wonderwords")
+def test_commands_run_at_their_tiny_size_and_none_twice(make_llama, tmp_path):
+    # All parts take ten minutes, and their commands differ in their flags: the test above reads those.
+    parts = ["plans", "train", "score"]
     base = make_llama(max_position_embeddings=4096, num_attention_heads=8, num_key_value_heads=4)
     words = [sys.executable, gpu_evidence.__file__, str(base), "--corpora", str(corpora(tmp_path / "text")), "--tiny"]
-    words += ["--longer", str(base), "--output-dir", str(tmp_path / "out"), "--minutes", "60"]
+    words += ["--output-dir", str(tmp_path / "out"), "--minutes", "60", "--parts", *parts]
     first = subprocess.run(words, capture_output=True, text=True)
     assert (first.returncode, first.stderr) == (0, ""), first.stdout
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert {name.split("/")[0] for name in record["commands"]} == {*record["seconds"]} == {*gpu_evidence.PARTS}
-    figures = {name: one.get("figures", {}) for name, one in record["commands"].items()}
-    kl = figures["score/0.33-2-0"]
+    assert {name.split("/")[0] for name in record["commands"]} == {*record["seconds"]} == {*parts}
+    kl = record["commands"]["score/0.33-2-0"]["figures"]
     assert len(kl["documents"]) == 2 == len(kl["prompts"]) and len(kl["documents"]["0"]) == 3
-    for name in ("more/ruler-0.5", "longer/ruler-groups", "ruler/ruler-paper"):
-        assert set(figures[name]["benchmarks"][0]["scores"]) == {"base", "model"}
-    assert any("decode" in line for line in record["commands"]["longer-times/speed"]["printed"])
     second = subprocess.run([*words, "--resume"], capture_output=True, text=True)
     assert second.returncode == 0 and second.stdout.splitlines()[-1] == "left: nothing"
     assert json.loads((tmp_path / "out" / "record.json").read_text()) == record

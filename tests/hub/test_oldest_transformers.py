@@ -11,6 +11,7 @@ import pytest
 from moh_llm.hub import proof
 from moh_llm.hub.proof import compare, loading_fault
 from moh_llm.modeling import MoHLlamaConfig
+from moh_llm.records.model import read_config
 
 OLDEST = Path(sys.prefix) / "oldest-transformers"
 RUN = """
@@ -34,7 +35,7 @@ def test_the_oldest_gives_what_the_newest_gives(make_model, tmp_path, monkeypatc
         "experts": make_model(MoHLlamaConfig, num_local_experts=4, **plan),
     }
     for name, folder in folders.items():
-        request = {"folder": str(folder), "threads": 1}
+        request = {"folder": str(folder), "threads": 1, "fields": read_config(folder)}
         request |= {"tensors": str(tmp_path / f"{name}.safetensors"), "record": str(tmp_path / f"{name}.json")}
         (tmp_path / f"{name}.request.json").write_text(json.dumps(request))
     command = [sys.executable, "-c", RUN, str(OLDEST), proof.__file__]
@@ -47,7 +48,7 @@ def test_the_oldest_gives_what_the_newest_gives(make_model, tmp_path, monkeypatc
         record = json.loads((tmp_path / f"{name}.json").read_text())
         assert record["versions"]["transformers"] == version
         assert loading_fault(record) is None
-        assert compare(tmp_path / f"{name}.safetensors", folder) is None
+        assert compare(tmp_path / f"{name}.safetensors", folder, read_config(folder)) is None
 
 
 @pytest.mark.parametrize("version", ["5.1.0", "5.3.0"])

@@ -136,7 +136,7 @@ def test_both_twins_learn_from_scratch(initialise, configure, architecture: str)
     config = configure(model=str(folder), max_steps=20, **scratch, **{"optimizer.learning_rate": 3e-3})
     record = train(config)
     # Random weights are no base to compare with.
-    assert record.evaluation.model_fields_set == {"tokens", "documents", "perplexity", "dtype"}
+    assert record.evaluation.model_fields_set == {"tokens", "documents", "perplexity", "dtype", "heads_read"}
     log = read_log(Path(config.output_dir))
     assert log[-1]["validation"]["perplexity"] < 0.5 * log[0]["validation"]["perplexity"]
     assert all(("balance_loss" in line) == (architecture == "moh_llm_s") for line in log[1:])
