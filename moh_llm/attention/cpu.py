@@ -17,11 +17,10 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from moh_llm.attention.call import Call, Kinds
+from moh_llm.attention.call import Call
 from moh_llm.attention.cpu_near import near_attention
 from moh_llm.attention.cpu_parts import attention_of_spans, causal_attention, kept, places_of, put, states_of, take
 from moh_llm.attention.cpu_selected import attention_of_step, equal_runs, write_selected
-from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen, can_be_read
 
 _LEAST_QUERIES = 1024  # in a shorter document selecting queries saves no time
@@ -45,20 +44,18 @@ def why_not(call: Call) -> str | None:
 
 def cpu_attention(call: Call) -> torch.Tensor:
     """`interval_attention` of a call that `why_not` does not refuse, `[B, T, H, D]`."""
-    query, key, value, first, seen, scaling, distant, _, kinds = call
-    on, kinds = first <= seen.start, kinds or ((), ())
+    query, seen, on = call.query, call.seen, call.first <= call.seen.start
     if not call.wants_gradients:
         of, full, near = (seen.scratch or {}).pop("both", (None, None, None))
         if of is query:  # the training step already computed it, for the gate's gradient
             return torch.where(on.unsqueeze(-1), full, near)
-    cast = (_as_sdpa_casts(tensor, query.dtype) for tensor in (query, key, value))
-    given = *cast, on, seen, scaling, distant
+    cast = Call(*(_as_sdpa_casts(tensor, query.dtype) for tensor in call[:3]), *call[3:])
     if call.wants_gradients:
-        full, near = _in_training(*given, kinds)
+        full, near = _in_training(cast, on)
         if seen.scratch is not None:
             seen.scratch["both"] = query, full.detach(), near.detach()
         return torch.where(on.unsqueeze(-1), full, near)
-    return attention_of_step(*given) if query.shape[2] == 1 else _in_inference(*given, kinds)
+    return attention_of_step(cast, on) if query.shape[2] == 1 else _in_inference(cast, on)
 
 
 def _as_sdpa_casts(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -105,20 +102,12 @@ def _of_lone(value: torch.Tensor, seen: Seen, heads: int) -> torch.Tensor:
     return own.repeat_interleave(heads // value.shape[1], 2)
 
 
-def _in_training(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    on: torch.Tensor,
-    seen: Seen,
-    scaling: float,
-    distant: Distant | None,
-    kinds: Kinds,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_training(call: Call, on: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Full attention of heads that may be on, and windowed attention of heads that may be off, `[B, T, H, D]` each."""
+    query, key, value, _, seen, scaling, *_ = call
     batch, heads, length, size = query.shape
     documents, alone = kept(seen, "documents", lambda: _documents(seen, length))
-    always, never = kinds
+    always, never = call.kinds or ((), ())
 
     def full_of(ids: list[int], spans: list[tuple[slice, slice]]) -> torch.Tensor:
         """Full attention of these heads up to the end of the last span, `[B, end, len(ids), D]`."""
@@ -149,21 +138,14 @@ def _in_training(
     local = [head for head in range(heads) if head not in always]
     if not seen.window or not local or seen.lead == length:
         return full, full.new_zeros(()).expand(full.shape)
-    near = spread(*near_attention(query, key, value, local, seen, scaling, distant))
+    near = spread(*near_attention(call, local))
     return full, pad(near, (0, 0, 0, 0, seen.lead, 0))
 
 
-def _in_inference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    on: torch.Tensor,
-    seen: Seen,
-    scaling: float,
-    distant: Distant | None,
-    kinds: Kinds,
-) -> torch.Tensor:
-    """`cpu_attention` of more than one query per row."""
+def _in_inference(call: Call, on: torch.Tensor) -> torch.Tensor:
+    """`cpu_attention` of more than one query per row; `on` `[B, T, H]` says which heads are on."""
+    query, key, value, _, seen, scaling, *_ = call
+    always, _ = call.kinds or ((), ())
     batch, heads, length, size = query.shape
     out = query.new_zeros(batch, length, heads, size)
     documents, alone = kept(seen, "documents", lambda: _documents(seen, length))
@@ -172,16 +154,16 @@ def _in_inference(
         rows, first, _, end, start = document
         states = (tensor[rows, :, start : before + end] for tensor in (key, value))
         tokens = slice(first, end)
-        _of_document(out[rows, tokens], query[rows, :, tokens], *states, on[rows, tokens], document, scaling, kinds[0])
+        _of_document(out[rows, tokens], query[rows, :, tokens], *states, on[rows, tokens], document, scaling, always)
     if alone is not None:
         out = torch.where(alone[..., None, None], _of_lone(value, seen, heads), out)
     off = ~on[:, seen.lead :]
     if not seen.window:
         return out.masked_fill_(~on.unsqueeze(-1), 0)
     some = off.flatten(0, 1).any(0).tolist()
-    local = [head for head in range(heads) if some[head] and head not in kinds[0]]
+    local = [head for head in range(heads) if some[head] and head not in always]
     if local:
-        order, near = near_attention(query, key, value, local, seen, scaling, distant)
+        order, near = near_attention(call, local)
         later, places = out[:, seen.lead :], places_of(order)
         put(later, 2, places, torch.where(take(off, 2, places).unsqueeze(-1), near, take(later, 2, places)))
     return out

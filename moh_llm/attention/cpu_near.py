@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from moh_llm.attention.call import Call
 from moh_llm.attention.cpu_parts import flash_attention, flash_gradients, kept, places_of, sums_dtype, take
 from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen
@@ -78,21 +79,14 @@ def _in_blocks(tensor: torch.Tensor, block: int) -> torch.Tensor:
     return tensor.unflatten(1, (-1, block))
 
 
-def near_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    heads: Iterable[int],
-    seen: Seen,
-    scaling: float,
-    distant: Distant | None,
-) -> tuple[list[int], torch.Tensor]:
+def near_attention(call: Call, heads: Iterable[int]) -> tuple[list[int], torch.Tensor]:
     """Outputs of `heads` where they are off, for the queries after the first `seen.lead` ones.
 
     Returns:
         The heads in the order of the outputs, since groups with an equal number of heads are computed together; and the
         outputs `[B, T', heads, D]`.
     """
+    query, key, value, _, seen, scaling, distant, *_ = call
     shared = query.shape[1] // key.shape[1]
     by_group: dict[int, list[int]] = {}
     for head in heads:

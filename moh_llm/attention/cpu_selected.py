@@ -11,8 +11,8 @@ import itertools
 
 import torch
 
+from moh_llm.attention.call import Call
 from moh_llm.attention.cpu_parts import flash_attention, kept, merge, sums_dtype
-from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen
 
 _BLOCK = 256  # tokens of a block with a mask: smaller blocks waste fewer scores, larger ones make larger products
@@ -80,16 +80,9 @@ def _attend(
     return out
 
 
-def attention_of_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    on: torch.Tensor,
-    seen: Seen,
-    scaling: float,
-    distant: Distant | None,
-) -> torch.Tensor:
+def attention_of_step(call: Call, on: torch.Tensor) -> torch.Tensor:
     """`interval_attention` of one query per row; reads a key-value head only if one of its query heads is on."""
+    query, key, value, _, seen, scaling, distant, *_ = call
     batch, heads, _, size = query.shape
     groups = key.shape[1]
     runs, end, sees_all = kept(seen, "runs", lambda: _runs(seen, batch))
