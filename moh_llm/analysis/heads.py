@@ -157,24 +157,8 @@ def last_routed_layer(model: MoHLlamaPreTrainedModel) -> int:
 
 
 @torch.no_grad()
-def heads_on(
-    model: MoHLlamaPreTrainedModel,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """Which heads each token has on, bool `[B, layers, T, H]`, by one forward pass of the decoder.
-
-    Entries of padding are undefined. Without a mask, a document begins wherever `position_ids` restart.
-
-    Args:
-        model: a MoH model, or its decoder.
-        input_ids: `[B, T]`.
-        attention_mask: `[B, T]`, 0 at padding.
-        position_ids: `[B, T]`.
-        kwargs: more arguments of the decoder, such as `past_key_values`.
-    """
+def heads_on(model: MoHLlamaPreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+    """Which heads each token of `input_ids` `[B, T]` has on, bool `[B, layers, T, H]`, by one pass of the decoder."""
     found: list[torch.Tensor] = []
 
     def keep(router: MoHRouter, args: tuple, output: tuple) -> None:
@@ -183,7 +167,7 @@ def heads_on(
     handles = [router.register_forward_hook(keep) for router in model.routers]
     try:
         decoder = getattr(model, model.base_model_prefix, model)
-        decoder(input_ids, attention_mask, position_ids, use_cache=False, **kwargs)
+        decoder(input_ids, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

@@ -128,7 +128,7 @@ def evaluate(
     if step.has_teacher:
         scores.reference, scores.reference_perplexity = step.reference.kind, found.reference_perplexity
         scores.kl, scores.top1_agreement = found.kl, found.top1_agreement
-        scores.ratio_interval, scores.kl_interval = as_list(found.ratio_interval), as_list(found.kl_interval)
+        scores.ratio_interval, scores.kl_interval = found.ratio_interval, found.kl_interval
     return scores, counts.health(reduce)
 
 
@@ -148,8 +148,3 @@ def score_saved(
     if reference is not None:
         scores.all_heads_kl = evaluate(None, step, batches, all_heads=True)[0].kl
     return scores
-
-
-def as_list(interval: tuple[float, float] | None) -> list[float] | None:
-    """An interval as records have it."""
-    return None if interval is None else list(interval)
