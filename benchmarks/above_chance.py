@@ -33,7 +33,6 @@ from transformers import AutoConfig, AutoTokenizer
 from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation.evaluate import prompts
-from moh_llm.evaluation.models import register_moh
 from moh_llm.evaluation.processes import Finished
 from moh_llm.evaluation.runner import ModelScores, installed_versions, score
 from moh_llm.evaluation.suite import Benchmark, Suite, load_suite
@@ -108,7 +107,6 @@ def run(args: argparse.Namespace) -> None:
 @torch.no_grad()
 def keys_of(models: dict[str, str], texts: dict[str, list[str]], base: str, dtype: str) -> dict[str, dict[str, float]]:
     """The share of the base's keys that each converted model reads in each benchmark's texts, in that dtype."""
-    register_moh()
     tokenizer = AutoTokenizer.from_pretrained(base)
     found = {}
     for label, name in models.items():

@@ -10,7 +10,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.models import register_moh
 from moh_llm.evaluation.processes import BenchmarkError, Team
 
 T = TypeVar("T")
@@ -124,7 +123,6 @@ def load_model(
     model: str, batch_size: int | str, dtype: str, device: str, team: Team, commit: str | None = None
 ) -> LanguageModel:
     """Load a model; ``commit`` is that of one on the Hub. Raises UserError when it cannot be loaded."""
-    register_moh()
     options: dict[str, Any] = {"device": device, "dtype": dtype, "revision": commit or "main"}
     # A config may have been saved with other settings of a session.
     options |= {"return_dict": True, "output_attentions": False, "output_hidden_states": False}

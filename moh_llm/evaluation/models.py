@@ -70,7 +70,6 @@ def check_model(model: str) -> None:
     check_place(model)
     from transformers import AutoConfig
 
-    register_moh()
     try:
         AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -89,17 +88,11 @@ def _check_weights(folder: Path) -> None:
     weight_map, fields = read_weight_map(folder)[1], read_config(folder)
     if fields["model_type"] not in (*FAMILIES, "moh_llama") or fields.get("quantization_config"):
         return
-    register_moh()
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{folder}: its {CONFIG} makes no model ({reason(error)})") from error
     check_tensors(str(folder), folder, weight_map, config)
-
-
-def register_moh() -> None:
-    """Register MoH models with transformers' Auto classes, so that they load without remote code."""
-    import moh_llm.modeling  # noqa: F401
 
 
 def has_heads_off(model: str) -> bool:
