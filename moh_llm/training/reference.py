@@ -17,7 +17,6 @@ from moh_llm.records.conversion import (
     REFERENCES,
     Base,
     Chain,
-    Conversion,
     ReferenceKind,
     RunEntry,
     mixture_name,
@@ -109,16 +108,15 @@ def find_starting_point(config: TrainConfig, recorded: ReferenceKind | None = No
             begun with another reference than can be had now; a record is malformed.
     """
     records = read_records(Path(config.model))
-    reference = _find_reference(config, records.conversion, records.model, recorded, records.changed)
-    return StartingPoint(records, reference)
+    return StartingPoint(records, _find_reference(config, records, recorded))
 
 
 def expected_reference(config: TrainConfig) -> Reference | None:
     """What `find_starting_point` finds if the weights are those of the lineage; they are not read."""
     folder = Path(config.model)
-    entries = read_chain(folder).entries
-    weights = entries[-1].made if entries else WeightHashes(dense="", routing="")
-    return _find_reference(config, read_conversion(folder), weights, None)
+    chain = read_chain(folder)
+    weights = chain.entries[-1].made if chain.entries else WeightHashes(dense="", routing="")
+    return _find_reference(config, FolderRecords(weights, read_conversion(folder), chain))
 
 
 def agreed_starting_point(
@@ -137,13 +135,10 @@ def agreed_starting_point(
 
 
 def _find_reference(
-    config: TrainConfig,
-    conversion: Conversion | None,
-    weights: WeightHashes,
-    recorded: ReferenceKind | None,
-    changed: str | None = None,
+    config: TrainConfig, records: FolderRecords, recorded: ReferenceKind | None = None
 ) -> Reference | None:
-    """The reference; ``changed`` as in `moh_llm.records.identity.FolderRecords`."""
+    """The reference of a run that begins with the model of these records."""
+    conversion, changed = records.conversion, records.changed
     weighted = read_json(Path(config.model) / "config.json").get("router_score", "quantized") != "quantized"
     if conversion is None:
         if config.base is not None:
@@ -167,7 +162,7 @@ def _find_reference(
     if recorded == "start":
         return Reference("start", own=True, source="as when the run was begun")
     added = conversion.vocabulary
-    if weights.dense == (added.dense_sha256 if added else base.dense_sha256):
+    if records.model.dense == (added.dense_sha256 if added else base.dense_sha256):
         wider = f" with {added.new_tokens:,} more tokens" if added else ""
         source = f"{label}{wider}, whose dense weights it has"
         return Reference("base", own=True, source=source)
