@@ -85,11 +85,11 @@ def test_token_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     hidden, head = (torch.randn(shape, device=META, requires_grad=True) for shape in ((40, 32), (64, 32)))
     other, targets = torch.randn(40, 32, device=META), torch.zeros(40, dtype=torch.int64, device=META)
-    for teacher in ((), (other, head.detach())):
-        task, cross_entropy = token_losses(hidden, head, targets, *teacher)
+    for teacher in (None, (other, head.detach())):
+        task, cross_entropy = token_losses(hidden, head, targets, teacher)
         task.backward()
         assert cross_entropy.device == hidden.grad.device == head.grad.device == META
-        assert comparison_values(hidden, head, targets, *teacher).device == META
+        assert comparison_values(hidden, head, targets, teacher).device == META
 
 
 class WithoutFloat64(TorchDispatchMode):

@@ -25,6 +25,7 @@ from moh_llm.modeling.routing_moh import balance_factor
 from moh_llm.training.config import ObjectiveConfig
 
 IGNORED = -100
+Teacher = tuple[torch.Tensor, torch.Tensor]  # last hidden states [N, C], and the weight of the head [V, C]
 
 
 class StepLosses(NamedTuple):
@@ -109,11 +110,7 @@ def chunk_positions(vocabulary: int) -> int:
 
 
 def token_losses(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    teacher_hidden: torch.Tensor | None = None,
-    teacher_weight: torch.Tensor | None = None,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, teacher: Teacher | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Task loss and cross-entropy in nats, each summed over the positions.
 
@@ -124,18 +121,14 @@ def token_losses(
         hidden: the student's last hidden states `[N, C]`.
         weight: of its head, `[V, C]`.
         targets: ids of the next tokens `[N]`.
-        teacher_hidden, teacher_weight: likewise of the teacher; they get no gradient.
+        teacher: the teacher's hidden states and its head's weight, which get no gradient.
     """
-    return _TokenLosses.apply(hidden, weight, targets, teacher_hidden, teacher_weight)
+    return _TokenLosses.apply(hidden, weight, targets, *(teacher or (None, None)))
 
 
 @torch.no_grad()
 def comparison_values(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    teacher_hidden: torch.Tensor | None = None,
-    teacher_weight: torch.Tensor | None = None,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, teacher: Teacher | None = None
 ) -> torch.Tensor:
     """Per position, float64 `[N, 4]`: cross-entropy, the teacher's, KL(teacher || student), equal top-1.
 
@@ -147,8 +140,8 @@ def comparison_values(
         rows = slice(first, first + size)
         own = F.linear(hidden[rows], weight).float().log_softmax(-1)
         values[rows, 0] = wide(F.nll_loss(own, targets[rows], reduction="none"))
-        if teacher_hidden is not None and teacher_weight is not None:
-            other = F.linear(teacher_hidden[rows], teacher_weight).float().log_softmax(-1)
+        if teacher is not None:
+            other = F.linear(teacher[0][rows], teacher[1]).float().log_softmax(-1)
             values[rows, 1] = wide(F.nll_loss(other, targets[rows], reduction="none"))
             values[rows, 2] = wide(F.kl_div(own, other, log_target=True, reduction="none").sum(-1))
             values[rows, 3] = wide(own.argmax(-1) == other.argmax(-1))

@@ -27,6 +27,7 @@ from moh_llm.training.config import ObjectiveConfig, TrainConfig
 from moh_llm.training.losses import (
     IGNORED,
     StepLosses,
+    Teacher,
     balance_loss_sum,
     comparison_values,
     expert_loss_sum,
@@ -109,15 +110,15 @@ class TrainingStep(nn.Module):
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         # The teacher goes first: it may be the same network with other heads on.
         is_compared = self.has_teacher and (compare or self.objective.has_teacher) and not route
-        reference = self._reference(inputs, counted) if is_compared else ()
+        reference = self._reference(inputs, counted) if is_compared else None
         output = self.network.model(**inputs, output_router_logits=True, output_expert_logits=not compare)
         hidden, head = output.last_hidden_state[counted], self.network.lm_head.weight
         if compare:
             router_logits = tuple(logits.flatten(0, -2) for logits in output.router_logits)
             if route:
                 return hidden.new_zeros(0, 4), router_logits
-            return comparison_values(hidden, head, targets[counted], *reference), router_logits
-        task, cross_entropy = token_losses(hidden, head, targets[counted], *reference)
+            return comparison_values(hidden, head, targets[counted], reference), router_logits
+        task, cross_entropy = token_losses(hidden, head, targets[counted], reference)
         balance = balance_loss_sum(output.router_logits, self.network.routers)
         experts = expert_loss_sum(output.expert_logits, len(input_ids), self.network.config).to(task)
         routers = self.network.routers
@@ -130,7 +131,7 @@ class TrainingStep(nn.Module):
         return position_ids < self.network.config.all_heads_until
 
     @torch.no_grad()
-    def _reference(self, inputs: dict[str, Any], counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _reference(self, inputs: dict[str, Any], counted: torch.Tensor) -> Teacher:
         """The reference's last hidden states `[N, C]` and its head `[V, C]`."""
         with self._as_reference() as network:
             return network.model(**inputs).last_hidden_state[counted], network.lm_head.weight.detach()

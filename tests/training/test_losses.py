@@ -159,7 +159,7 @@ def test_losses_and_gradients_are_the_plain_ones(monkeypatch, chunk, with_teache
     monkeypatch.setattr(module, "chunk_positions", lambda vocabulary: chunk)
     hidden, head, targets, *teacher = made()
     given = teacher if with_teacher else ()
-    mine, wanted = token_losses(hidden, head, targets, *given), plain(hidden, head, targets, *given)
+    mine, wanted = token_losses(hidden, head, targets, given), plain(hidden, head, targets, *given)
     for a, b in zip(mine, wanted, strict=True):
         torch.testing.assert_close(a, b)
     # A factor, as the loss has one.
@@ -171,7 +171,7 @@ def test_losses_and_gradients_are_the_plain_ones(monkeypatch, chunk, with_teache
 def test_autocast_takes_products_in_bfloat16_and_sums_in_float32():
     hidden, head, targets, *teacher = made(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        mine = token_losses(hidden, head, targets, *teacher)
+        mine = token_losses(hidden, head, targets, teacher)
         gradient = torch.autograd.grad(mine[0], head)[0]
     exact = plain(hidden, head, targets, *teacher)
     assert mine[0].dtype == torch.float32 and gradient.dtype == torch.float32
@@ -181,6 +181,6 @@ def test_autocast_takes_products_in_bfloat16_and_sums_in_float32():
 
 def test_no_positions_are_no_loss():
     hidden, head, targets, *teacher = made()
-    task, cross_entropy = token_losses(hidden[:0], head, targets[:0], *(teacher[0][:0], teacher[1]))
+    task, cross_entropy = token_losses(hidden[:0], head, targets[:0], (teacher[0][:0], teacher[1]))
     task.backward()
     assert task == cross_entropy == 0 and head.grad.abs().sum() == 0
