@@ -40,6 +40,6 @@ def run(args: argparse.Namespace) -> None:
         output = args.output_dir.resolve()
         if output.exists():
             clear(output)
-        from moh_llm.quickstart.run import quickstart
+        from moh_llm.quickstart import quickstart
 
         quickstart(output, args.base, command=args.main)

@@ -14,8 +14,7 @@ from moh_llm.commands.quickstart import clear
 from moh_llm.conversion.config import ConversionConfig
 from moh_llm.flags import OptionParser, options_from
 from moh_llm.hub.card import build_card
-from moh_llm.quickstart.run import quickstart
-from moh_llm.quickstart.smollm2 import README
+from moh_llm.quickstart import README, quickstart
 from moh_llm.records.conversion import Conversion
 from moh_llm.records.run import RunRecord
 

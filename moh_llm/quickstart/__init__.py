@@ -1,1 +1,0 @@
-"""All steps on one small real model; the only download is from a package registry."""
