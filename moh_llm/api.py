@@ -94,7 +94,7 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **option
     Raises:
         UserError: bad input, or the run or its publication failed.
     """
-    from moh_llm.hub.runs import check_hub, finish_run
+    from moh_llm.hub.publish import check_hub, finish_run
     from moh_llm.recipe import read_options, recipe_values
     from moh_llm.training.config import TrainConfig
     from moh_llm.training.loop import train as train_model

@@ -30,7 +30,7 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Check and print. Returns 1 if there is a fault, else 0; raises `UserError` for bad input."""
-    from moh_llm.hub.runs import check_hub
+    from moh_llm.hub.publish import check_hub
     from moh_llm.recipe import read_options, recipe_values
     from moh_llm.training.config import TrainConfig
     from moh_llm.training.preflight import Finding, diagnose

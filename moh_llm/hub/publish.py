@@ -1,5 +1,9 @@
-"""Publishing a model: check its files, load it in a clean process, write its card, upload it in one commit."""
+"""Publishing a model: check its files, load it in a clean process, write its card, upload it in one commit.
 
+The model of a training run is checked before the run begins, and published at its end.
+"""
+
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,16 +11,17 @@ from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.files import check_links, write_text
-from moh_llm.hub.card import build_card
-from moh_llm.hub.checks import CARD, check_files, list_files, upload_copy
+from moh_llm.hub.card import build_card, write_local_card
+from moh_llm.hub.checks import CARD, check_files, list_files, redact, upload_copy
 from moh_llm.hub.config import PublishConfig
-from moh_llm.hub.lineage import Licence, Lineage, find_licence, read_lineage
+from moh_llm.hub.lineage import Licence, Lineage, check_terms, find_licence, read_lineage
 from moh_llm.hub.proof import Proof, prove
-from moh_llm.hub.secrets import redact
 from moh_llm.records.identity import hash_model
-from moh_llm.records.model import read_moh_config
+from moh_llm.records.model import is_moh, read_config, read_moh_config
 from moh_llm.records.seal import write_seal
 from moh_llm.terminal import say
+from moh_llm.training.config import TrainConfig
+from moh_llm.training.runs import check_converted
 
 # Files of an earlier upload that would be loaded beside, or instead of, the new ones.
 _REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
@@ -137,6 +142,51 @@ def _describe(files: dict[str, int], proof: Proof) -> list[str]:
         f"proof: in a clean process, {seen['compared']} equal the local model's bit for bit "
         f"({seen['dtype']}, transformers {seen['versions']['transformers']}, {seen['seconds']} s)",
     ]
+
+
+# ---- the model of a training run
+
+
+def check_hub(config: TrainConfig) -> None:
+    """Raise UserError for what would prevent publishing the run's model; the Hub is not contacted."""
+    if config.hub is None:
+        return
+    start = Path(config.model)
+    (check_converted if config.images is None else read_moh_config)(start)
+    try:
+        check_repo_id(config.hub.repo_id)
+        find_token()
+        # The tuned model inherits the conversion's record, not that of an earlier run.
+        licence = find_licence(Lineage(start, read_lineage(start).conversion, None))
+        check_terms(licence, config.hub.repo_id, start)
+    except UserError as error:
+        way_out = "leave out hub, and publish the tuned model by moh-llm publish --licence ID"
+        message = str(error).replace("pass --licence ID", way_out).replace("--repo-id", "--hub.repo_id")
+        raise UserError(message) from error
+
+
+def finish_run(config: TrainConfig) -> None:
+    """Write the card of a finished run's model, unless it has one, and publish the model if the recipe says so.
+
+    Dense models, which runs on images may train, have no card. A card that cannot be written is printed. Raises
+    UserError, with the command that tries again, for a model that cannot be published.
+    """
+    model = Path(config.output_dir) / "model"
+    if is_moh(read_config(model)) and not (model / CARD).exists():
+        try:
+            write_local_card(model)
+        except UserError as error:
+            say(f"{model / CARD} was not written: {error}")
+    if config.hub is None:
+        return
+    try:
+        publish(PublishConfig(model, config.hub.repo_id))
+    except UserError as error:
+        words = ["moh-llm", "publish", str(model), "--repo-id", config.hub.repo_id]
+        raise UserError(
+            f"training is finished, its model is {model}; publishing it failed: {error}; try again with "
+            f"`{shlex.join(words)}`, or give the same command again"
+        ) from error
 
 
 # ---- the Hub; no message holds the token

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moh_llm.hub.checks import check_files
-from moh_llm.hub.secrets import find_secrets, redact
+from moh_llm.hub.checks import check_files, find_secrets, redact
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.model import INDEX_NAME
 

@@ -80,7 +80,7 @@ def test_without_a_hub_group_nothing_is_published_and_a_card_is_written(
         raise UserError(f"cannot write {model / 'README.md'}: no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("moh_llm.hub.card.write_local_card", refuse)
+        patch.setattr("moh_llm.hub.publish.write_local_card", refuse)
         assert main(["train", str(recipe), "--hub", "null"]) == 0  # a card is no reason to fail
     assert "README.md was not written: " in capsys.readouterr().out
     assert main(["train", str(recipe), "--hub", "null"]) == 0

@@ -75,11 +75,11 @@ def test_files_of_the_users_own_do_not_make_a_model_less_whole(run, recipe, caps
 MOMENTS = {
     "among the model's files": "transformers.PreTrainedTokenizerFast.save_pretrained",
     "before it is scored": "moh_llm.training.loop.score_saved",
-    "before the card": "moh_llm.hub.card.write_local_card",
+    "before the card": "moh_llm.hub.publish.write_local_card",
 }
 KILLED = """
 import os, pkgutil, signal, sys
-import moh_llm.hub.card, moh_llm.training.loop, transformers
+import moh_llm.hub.publish, moh_llm.training.loop, transformers
 from moh_llm.cli import main
 place, name = sys.argv[1].rsplit(".", 1)
 setattr(pkgutil.resolve_name(place), name, lambda *a, **b: os.kill(os.getpid(), signal.SIGKILL))
