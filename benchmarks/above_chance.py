@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
+from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.evaluate import prompts
 from moh_llm.evaluation.processes import Finished
 from moh_llm.evaluation.runner import ModelScores, installed_versions, score
@@ -77,11 +78,9 @@ def run(args: argparse.Namespace) -> None:
         models[name] = model
     suite = chosen(load_suite(args.suite), args.only)
     finished = Finished(args.output_dir)
-    scores = score(
-        *(models, suite, args.data_dir, args.items, BATCH, args.compute_dtype),
-        finished=finished,
-        log_samples=True,
-    )
+    how = {"limit": args.items, "batch_size": BATCH, "compute_dtype": args.compute_dtype, "log_samples": True}
+    options = EvaluationConfig([*models.values()], data_dir=args.data_dir, **how)
+    scores = score(models, suite, options, finished=finished)
     for name, result in scores.items():
         if result.errors:
             raise UserError(f"{name}: {next(iter(result.errors.items()))}; the same command goes on")

@@ -89,25 +89,14 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_passing
         team.broadcast(lambda: check_output_folder(options.output_dir, options.overwrite))
         finished = Finished(options.output_dir.with_name(f"{options.output_dir.name}.partial"))
         # 2. lm-eval on each model.
-        scores = score(
-            models,
-            suite,
-            options.data_dir,
-            options.limit,
-            options.batch_size,
-            options.compute_dtype,
-            options.device,
-            say=say,
-            finished=finished,
-            log_samples=options.log_samples,
-        )
+        scores = score(models, suite, options, say, finished)
         # 3. Statistics of the scores, and what the heads did. The first process analyses; the others wait, because a
         # launcher ends all processes when one ends with an error.
         record = build_record(suite, scores, options, command_line, team.size)
         chosen = next(iter(scores.values()))  # all models ran on one device in one dtype
         analysed = models if options.analysis else {}
         record.analysis = team.broadcast(
-            lambda: analyse_models(analysed, suite, options.data_dir, chosen.device, chosen.dtype, say, options.limit)
+            lambda: analyse_models(analysed, suite, options, chosen.device, chosen.dtype, say)
         )
         connection.close()
         if team.rank > 0:
@@ -137,18 +126,12 @@ def _check(options: EvaluationConfig, say: Callable[[str], None]) -> tuple[Suite
 
 
 def analyse_models(
-    models: dict[str, str],
-    suite: Suite,
-    data_dir: Path | None,
-    device: str,
-    dtype: str,
-    say: Callable[[str], None],
-    limit: int | None = None,
+    models: dict[str, str], suite: Suite, options: EvaluationConfig, device: str, dtype: str, say: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     """Analyse the heads of each of ``models`` (label to path or Hub id) that has heads off, one in memory at a time.
 
-    ``limit`` counts items if fewer than `ANALYSED_ITEMS` are scored. Returns by label the record of
-    `moh_llm.analysis.record.analyse`, or ``{"error": ...}``, in one line, of a model whose analysis failed.
+    Returns by label the record of `moh_llm.analysis.record.analyse`, or ``{"error": ...}``, in one line, of a model
+    whose analysis failed.
     """
     found: dict[str, dict[str, Any]] = {}
     texts: dict[str, list[str]] = {}
@@ -159,7 +142,7 @@ def analyse_models(
         # Nothing that goes wrong here may lose the scores, which took hours.
         try:
             if has_heads_off(model):
-                texts = texts or _read_texts(suite, data_dir, say, limit)
+                texts = texts or _read_texts(suite, options, say)
                 say(f"analysis of {label}: loading {model}")
                 found[label] = _analyse(model, texts, device, dtype)
         except Exception as error:
@@ -170,13 +153,11 @@ def analyse_models(
     return found
 
 
-def _read_texts(
-    suite: Suite, data_dir: Path | None, say: Callable[[str], None], limit: int | None
-) -> dict[str, list[str]]:
+def _read_texts(suite: Suite, options: EvaluationConfig, say: Callable[[str], None]) -> dict[str, list[str]]:
     say("analysis: reading the benchmarks' text (--no-analysis leaves all of it out)")
     with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
-        items = min(ANALYSED_ITEMS, limit or ANALYSED_ITEMS)
-        loaded = load_tasks(suite, Path(folder), data_dir, items)
+        items = min(ANALYSED_ITEMS, options.limit or ANALYSED_ITEMS)
+        loaded = load_tasks(suite, Path(folder), options.data_dir, items)
         texts = prompts(loaded, items, lambda line: say(f"analysis: {line}"))
     if not texts:
         raise UserError("no benchmark's text can be built; the lines above say why")

@@ -1,6 +1,7 @@
 """Running a suite with lm-eval on one model after another.
 
-    scores = score({"base": "path/to/base", "model": "out/moh"}, load_suite("paper"), data_dir=Path("benchmarks"))
+    options = EvaluationConfig("out/moh", base="path/to/base", data_dir="benchmarks")
+    scores = score({"base": "path/to/base", "model": "out/moh"}, load_suite("paper"), options)
 
 Data is read once and before any model. Each benchmark is its own lm-eval run with the seeds of lm-eval's command, so
 that one which fails loses only itself, and the numbers are those of that command.
@@ -23,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from moh_llm import __version__
 from moh_llm.auto_classes import MODEL_TYPE
-from moh_llm.devices import choose_device, empty_cache, name_device
-from moh_llm.devices import compute_dtype as choose_dtype
+from moh_llm.devices import choose_device, compute_dtype, empty_cache, name_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation import statistics
+from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.processes import BenchmarkError, Finished, Team, connect
 from moh_llm.evaluation.suite import Suite
 from moh_llm.evaluation.tasks import SEEDS, Loaded, hash_definition, load_tasks, quiet, require_lm_eval
@@ -83,60 +84,55 @@ class ModelScores:
 def score(
     models: dict[str, str],
     suite: Suite,
-    data_dir: Path | None = None,
-    limit: int | None = None,
-    batch_size: int | str = 8,
-    compute_dtype: str = "auto",
-    device: str | None = None,
+    options: EvaluationConfig,
     say: Callable[[str], None] = say_aside,
     finished: Finished | None = None,
-    log_samples: bool = False,
 ) -> dict[str, ModelScores]:
     """Score each of ``models`` (label to path or Hub id) on ``suite``, one model in memory at a time.
 
-    Options are those of `EvaluationConfig`. ``say`` receives lines of progress on the first process. ``finished`` has
-    the benchmarks of an earlier run and keeps those of this one, with ``log_samples`` their items, too. Under
-    `accelerate launch` or torchrun each process answers its part of the requests, and all return everything.
+    ``say`` receives lines of progress on the first process. ``finished`` has the benchmarks of an earlier run and keeps
+    those of this one, with ``options.log_samples`` their items, too. Under `accelerate launch` or torchrun each process
+    answers its part of the requests, and all return everything.
 
     Raises UserError for data or a model that cannot be used; a benchmark that fails is in `ModelScores.errors`.
     """
     require_lm_eval()
     team = connect()
     say = say if team.rank == 0 else lambda line: None
-    if device is not None and team.size > 1:
+    if options.device is not None and team.size > 1:
         raise UserError(
-            f"--device {device}: each of {team.size} processes has a device of its own; leave --device out "
+            f"--device {options.device}: each of {team.size} processes has a device of its own; leave --device out "
             "(for the CPU hide the GPUs: CUDA_VISIBLE_DEVICES=)"
         )
-    device = str(choose_device(device))
-    dtype = team.broadcast(lambda: str(choose_dtype(choose_device(device), compute_dtype)).removeprefix("torch."))
+    device, asked = str(choose_device(options.device)), options.compute_dtype
+    dtype = team.broadcast(lambda: str(compute_dtype(choose_device(device), asked)).removeprefix("torch."))
     results = team.broadcast(
         lambda: {label: _identify(label, model, dtype, device, say) for label, model in models.items()}
     )
     with tempfile.TemporaryDirectory(prefix="moh-eval-") as folder:
         say(f"reading the data of {len(suite.benchmarks)} benchmarks")
-        loaded = team.barrier(lambda: load_tasks(suite, Path(folder), data_dir, limit))
+        loaded = team.barrier(lambda: load_tasks(suite, Path(folder), options.data_dir, options.limit))
         for label, result in results.items():
             say(f"loading {label}: {result.model}")
-            lm = _load(result, batch_size, team)
+            lm = _load(result, options.batch_size, team)
             for number, one in enumerate(loaded, start=1):
                 name = one.benchmark.name
                 where = f"[{number}/{len(loaded)}] {label}: {name}"
                 result.data[name], result.chances[name] = one.data, one.chances
-                key = _key(result, suite, one, limit, log_samples)
+                key = _key(result, suite, one, options)
                 known = team.broadcast(partial(finished.read, label, name, key)) if finished else None
                 if known is not None:
                     result.scores[name] = Score(**known)
                     say(f"{where} is kept from an earlier run")
                     continue
                 try:
-                    found, items = run_benchmark(lm, one, limit)
+                    found, items = run_benchmark(lm, one, options.limit)
                 except BenchmarkError as error:
                     result.errors[name] = str(error)
                     say(f"{where} failed")
                     continue
                 if finished is not None:
-                    kept = items if log_samples else []
+                    kept = items if options.log_samples else []
                     team.broadcast(partial(finished.write, label, name, key, dataclasses.asdict(found), kept))
                 result.scores[name] = found
                 say(f"{where} {100 * statistics.mean(found.strata):.1f} ({found.items} items, {found.seconds:.0f} s)")
@@ -170,7 +166,7 @@ def _load(result: ModelScores, batch_size: int | str, team: Team) -> "LanguageMo
     return lm
 
 
-def _key(result: ModelScores, suite: Suite, loaded: Loaded, limit: int | None, log_samples: bool) -> dict[str, Any]:
+def _key(result: ModelScores, suite: Suite, loaded: Loaded, options: EvaluationConfig) -> dict[str, Any]:
     """What the scores of a benchmark depend on. Batch size and number of processes change them by rounding alone."""
     return {
         "model": result.identity.sha256,
@@ -180,8 +176,8 @@ def _key(result: ModelScores, suite: Suite, loaded: Loaded, limit: int | None, l
         "benchmark": dataclasses.asdict(loaded.benchmark),
         "definition": hash_definition(suite, loaded.benchmark),
         "data": loaded.data,
-        "limit": limit,
-        "log_samples": log_samples,
+        "limit": options.limit,
+        "log_samples": options.log_samples,
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 from records import read
 
 from moh_llm.evaluation import evaluate
+from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.evaluate import ANALYSED_ITEMS, analyse_models, prompts
 from moh_llm.evaluation.suite import SUITES, load_suite
 
@@ -92,7 +93,8 @@ def test_whatever_fails_loses_that_analysis_only(
         raise Exception("bad")  # of no kind that could be named
 
     def run() -> dict[str, Any]:
-        return analyse_models(models, load_suite("smoke"), None, "cpu", "auto", said.append)
+        options = EvaluationConfig([*models.values()])
+        return analyse_models(models, load_suite("smoke"), options, "cpu", "auto", said.append)
 
     models, said = {"one": str(tiny_moh), "two": str(tiny_moh), "dense": str(tiny_llama)}, []
     calls = iter(range(2))

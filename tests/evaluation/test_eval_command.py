@@ -24,6 +24,7 @@ LIMIT = 3
 def test_scores_equal_lm_evals_command(tiny_llama: Path, tmp_path: Path, shared_benchmarks: Path) -> None:
     import lm_eval
 
+    from moh_llm.evaluation.config import EvaluationConfig
     from moh_llm.evaluation.runner import score
 
     suite = load_suite("paper")
@@ -55,7 +56,8 @@ def test_scores_equal_lm_evals_command(tiny_llama: Path, tmp_path: Path, shared_
     (file,) = (tmp_path / "theirs").rglob("results_*.json")
     theirs = json.loads(file.read_text(encoding="utf-8"))["results"]
 
-    ours = score({"model": str(tiny_llama)}, suite, shared_benchmarks, limit=LIMIT, batch_size=1, device="cpu")["model"]
+    options = EvaluationConfig(str(tiny_llama), data_dir=shared_benchmarks, limit=LIMIT, batch_size=1, device="cpu")
+    ours = score({"model": str(tiny_llama)}, suite, options)["model"]
     assert not ours.errors
     for name, benchmark in tasks.items():
         expected = theirs[name][f"{benchmark.metric},{benchmark.filter}"]

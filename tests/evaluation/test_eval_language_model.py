@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from moh_llm.errors import UserError
+from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.processes import Team
 from moh_llm.evaluation.runner import score
 from moh_llm.evaluation.suite import load_suite
@@ -33,9 +35,10 @@ def test_batches_shrink_when_memory_runs_out(tiny_llama: Path, monkeypatch: pyte
         return whole(self, inputs, *rest)
 
     suite = load_suite("smoke")
-    plain = score({"model": str(tiny_llama)}, suite, limit=5, batch_size=4, device="cpu")["model"]
+    options = EvaluationConfig(str(tiny_llama), limit=5, batch_size=4, device="cpu")
+    plain = score({"model": str(tiny_llama)}, suite, options)["model"]
     monkeypatch.setattr(HFLM, "_model_call", call)
-    found = score({"model": str(tiny_llama)}, suite, limit=5, batch_size="auto", device="cpu")["model"]
+    found = score({"model": str(tiny_llama)}, suite, replace(options, batch_size="auto"))["model"]
     assert not found.errors
     assert sizes[:4] == [8, 7, 6, 5]
     assert {n: s.strata for n, s in found.scores.items()} == {n: s.strata for n, s in plain.scores.items()}

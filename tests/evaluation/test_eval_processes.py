@@ -12,6 +12,7 @@ import forks
 import pytest
 from records import read
 
+from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.processes import Finished, file_name
 from moh_llm.evaluation.suite import SUITES, load_suite
 
@@ -77,11 +78,12 @@ from moh_llm.analysis import record
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.evaluation import processes
+from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.runner import score
 from moh_llm.evaluation.suite import load_suite
 model, suite = {"model": sys.argv[1]}, load_suite("smoke")
 rank = int(os.environ["RANK"])
-scores = score(model, suite, limit=1)["model"]
+scores = score(model, suite, EvaluationConfig(sys.argv[1], limit=1))["model"]
 assert {name: found.items for name, found in scores.scores.items()} == {"Facts": 1, "Stories": 1, "Answers": 1}
 
 def fail(*_, **__):
@@ -89,10 +91,10 @@ def fail(*_, **__):
 
 generate = HFLM.generate_until
 HFLM.generate_until = fail if rank else generate
-scores = score(model, suite, limit=3)["model"]
+scores = score(model, suite, EvaluationConfig(sys.argv[1], limit=3))["model"]
 assert scores.errors == {"Answers": "RuntimeError: the second one's"} and list(scores.scores) == ["Facts", "Stories"]
 with pytest.raises(UserError, match="--device cpu: each of 2 processes has a device of its own"):
-    score(model, suite, limit=1, device="cpu")
+    score(model, suite, EvaluationConfig(sys.argv[1], limit=1, device="cpu"))
 
 def only_here():
     if rank:
@@ -196,9 +198,9 @@ def test_scores_are_taken_over_where_nothing_that_they_depend_on_differs(
         """The benchmarks that are run anew."""
         ran.clear()
         suite = load_suite(str(tmp_path / "own.yaml"))
-        settings = {"limit": 1, "device": "cpu", "finished": finished} | options
-        scores = runner.score({"model": str(model)}, suite, **settings)["model"].scores
-        assert {name: found.items for name, found in scores.items()} == dict.fromkeys(all_of_them, settings["limit"])
+        settings = EvaluationConfig(str(model), **{"limit": 1, "device": "cpu"} | options)
+        scores = runner.score({"model": str(model)}, suite, settings, finished=finished)["model"].scores
+        assert {name: found.items for name, found in scores.items()} == dict.fromkeys(all_of_them, settings.limit)
         return list(ran)
 
     all_of_them = ["Facts", "Stories", "Answers"]

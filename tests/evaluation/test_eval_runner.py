@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moh_llm.errors import UserError
+from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.suite import load_suite
 
 pytest.importorskip("lm_eval")
@@ -88,7 +89,8 @@ def test_scores_equal_a_naive_loop(tiny_llama: Path, tiny_moh: Path, paper_moh: 
     finished = Finished(tmp_path / "kept")
     folders = {"base": tiny_llama, "model": tiny_moh, "paper": paper_moh}
     models = {label: str(folder) for label, folder in folders.items()}
-    found = score(models, load_suite("smoke"), limit=5, batch_size=3, device="cpu", finished=finished, log_samples=True)
+    options = EvaluationConfig([*models.values()], limit=5, batch_size=3, device="cpu", log_samples=True)
+    found = score(models, load_suite("smoke"), options, finished=finished)
     row, likelihoods = rows("facts/test.jsonl")[0], []
     for label, folder in folders.items():
         expected = naive_smoke(folder, 5)
@@ -205,7 +207,8 @@ def test_scores_that_are_no_numbers_fail(tiny_llama: Path, monkeypatch: pytest.M
     from moh_llm.evaluation.runner import score
 
     monkeypatch.setattr(ConfigurableTask, "process_results", lambda *_: {"acc": float("nan")})
-    found = score({"model": str(tiny_llama)}, load_suite("smoke"), limit=2, device="cpu")["model"]
+    options = EvaluationConfig(str(tiny_llama), limit=2, device="cpu")
+    found = score({"model": str(tiny_llama)}, load_suite("smoke"), options)["model"]
     assert "item 0 first" in found.errors["Facts"]
 
 
