@@ -18,13 +18,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moh_llm.conversion.config import PlanOptions
 from moh_llm.conversion.fit import LayerFitter, LayerSample, LocalSample, RoutingFit
-from moh_llm.conversion.layers import LayerwiseModel, check_finite, run_layer
+from moh_llm.conversion.layers import LayerwiseModel, TextProgress, check_finite, run_layer
 from moh_llm.conversion.local_fit import LocalFitter, sample_local
 from moh_llm.conversion.plan import drops_to_fit, shared_and_active
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
 from moh_llm.modeling.seen_moh import document_starts
-from moh_llm.progress import TextProgress
 from moh_llm.records.model import save_tensors
 
 HELD_OUT = 4  # every fourth window measures costs and is not fitted on

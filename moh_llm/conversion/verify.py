@@ -11,11 +11,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from moh_llm.analysis.retrieval import Prompt, make_prompt, score
-from moh_llm.conversion.layers import LayerwiseModel, run_layer
+from moh_llm.conversion.layers import LayerwiseModel, TextProgress, run_layer
 from moh_llm.errors import UserError
 from moh_llm.flops import distant_keys, share_of_keys
 from moh_llm.metrics import Batch, LogitsOf, compare_to_reference
-from moh_llm.progress import TextProgress
 from moh_llm.records.conversion import AllHeadsActive, Figures, PositionFigures, RetrievalFigures, Verification
 
 DISTANCES = (512, 1024, 2048, 4096, 7000)  # tokens between a fact of a prompt and the question about it

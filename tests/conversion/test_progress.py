@@ -2,7 +2,7 @@
 
 import pytest
 
-from moh_llm.progress import TextProgress
+from moh_llm.conversion.layers import TextProgress
 
 
 def test_passes_count_by_their_work(capsys):
