@@ -51,11 +51,7 @@ def verdict(report: EvaluationRecord, label: str, called: str | None = None) -> 
     """The share of the base's average, and of its margin over chance, that a model keeps; without a base its average.
 
     What limits the figures, such as too few items, comes first in the sentence, so that nobody quotes them without it.
-
-    Args:
-        report: the evaluation.
-        label: the model's name in it.
-        called: how the sentence calls the model, if not by its label.
+    ``called`` is how the sentence calls the model, if not by its label.
     """
     average, name = report.average, called or label
     model, base = (average.scores.get(which) for which in (label, "base"))

@@ -35,10 +35,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: the command's name and arguments; None for those of the program.
+    """Run one command, given its name and arguments (default: those of the program).
 
     Returns:
         The exit status: 0, 1 for a job whose result is a failure, 2 for bad input (one line on stderr), 130 when

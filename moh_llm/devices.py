@@ -104,11 +104,8 @@ _FASTER = 0.8  # bfloat16 is chosen if it takes less than this share of float32'
 def compute_dtype(device: "torch.device", asked: str = "auto") -> "torch.dtype":
     """Choose the dtype in which models are computed: bfloat16 if its products are fast on the device, else float32.
 
-    This is the only place that decides it. Weights on disk keep their dtype.
-
-    Args:
-        device: device that models run on.
-        asked: name of a dtype, or "auto", for which the environment variable `COMPUTE_DTYPE` is read first.
+    This is the only place that decides it. Weights on disk keep their dtype. ``asked`` names a dtype, or is "auto", for
+    which the environment variable `COMPUTE_DTYPE` is read first.
 
     Raises:
         UserError: the environment variable does not name a dtype.

@@ -26,9 +26,7 @@ INSIDE = ".moh_llm.lock"  # used if nothing can be written beside the folder, fo
 def lock_folder(output: Path, wait: bool = False) -> Iterator[None]:
     """Hold the lock of ``output`` within the block. The same thread may take it several times.
 
-    Args:
-        output: folder to be written; it need not exist.
-        wait: wait for another writer instead of raising.
+    The folder need not exist. With ``wait`` another writer is waited for.
 
     Raises:
         UserError: another process holds the lock, or no lock file can be made.

@@ -83,9 +83,7 @@ _BOUNDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
 def options(group: str = "", kw_only: bool = False) -> Callable[[_Kind], _Kind]:
     """Make a class a frozen dataclass of options.
 
-    Args:
-        group: its name as a field of another class, which errors put before the names of fields.
-        kw_only: whether its values are given by name alone.
+    ``group`` is its name as a field of another class, which errors put before the names of fields.
     """
     checks = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
     prefix = f"{group}." if group else ""

@@ -25,13 +25,9 @@ EDGES = (0, 512, 2048)  # positions that divide the figures of long contexts
 def verify(
     base: LayerwiseModel, converted: LayerwiseModel, batches: Sequence[Batch], prompt: Prompt | None = None
 ) -> Verification:
-    """Compare a converted model with its base.
+    """Compare a converted model, as it was written, with its base in the same dtype, on batches of held-out text.
 
-    Args:
-        base: the dense base.
-        converted: the converted model as written, in the same dtype.
-        batches: held-out text.
-        prompt: questions about facts that local fallbacks do not see.
+    ``prompt`` has questions about facts that local fallbacks do not see.
 
     Raises:
         UserError: a layer's output with all heads on differs from the base's.

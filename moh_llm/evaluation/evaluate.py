@@ -68,12 +68,8 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_passing
 
     A benchmark or an analysis that fails is part of the result. Finished benchmarks are kept in OUTPUT.partial until
     the report is written, so that the same call resumes an interrupted evaluation. Under `accelerate launch` or
-    torchrun every process calls this: requests are shared among them and the first one writes.
-
-    Args:
-        options: see `EvaluationConfig`.
-        say: receives lines of progress, on the first process.
-        command_line: the command that repeats the evaluation, for the record.
+    torchrun every process calls this: requests are shared among them and the first one writes. ``say`` receives lines
+    of progress, on the first process. ``command_line`` repeats the evaluation, for the record.
 
     Raises:
         UserError: an option, a model, the data or the output folder cannot be used.

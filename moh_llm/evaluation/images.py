@@ -186,9 +186,8 @@ def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any
 def read_scores(evaluation: Path, folder: Path) -> tuple[dict[str, Any], str]:
     """The report that holds the model in ``folder``, and the model's label in it.
 
-    Args:
-        evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
-        folder: the model's folder, which is recognised by its weights and config.
+    ``evaluation`` is the folder that `moh-llm evaluate` wrote, or its ``report.json``. The model is recognised by its
+    weights and config.
 
     Raises:
         UserError: it is no report of models of images, or no model in it is this folder's.

@@ -49,11 +49,9 @@ class Inspection:
 
 
 def inspect_model(model: str, text: str | None = None) -> Inspection:
-    """Read a text in one pass, and draw what the heads of a model do.
+    """Read a text in one pass, and draw what the heads of a model (a folder or Hub id) do.
 
-    Args:
-        model: folder or Hub id of an MoH model of text.
-        text: None reads the beginning of the text that Python itself ships. A text is cut at the model's context.
+    A text is cut at the model's context; None reads the beginning of the text that Python itself ships.
 
     Raises:
         UserError: it is no MoH model with heads to switch off, or cannot be loaded; or the text has no tokens.

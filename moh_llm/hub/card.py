@@ -88,10 +88,7 @@ def build_card(
 
 
 def write_local_card(folder: Path) -> None:
-    """Write the README.md of a model that is not published (yet), in place of one that is there.
-
-    Args:
-        folder: a converted model's, or RUN/model of a training run.
+    """Write the README.md of a converted model, or of a run's, that is not published (yet), in place of one there.
 
     Raises:
         UserError: ``folder`` holds no MoH model, a record cannot be read, or the disk refuses.
@@ -103,9 +100,8 @@ def write_local_card(folder: Path) -> None:
 def read_scores(evaluation: Path, folder: Path) -> tuple[EvaluationRecord, str]:
     """The part of an evaluation that is about the model in ``folder`` and its base, and the model's name in it.
 
-    Args:
-        evaluation: the folder that `moh-llm evaluate` wrote, or its ``report.json``.
-        folder: the model's folder, which is recognised by its weights and head plan.
+    ``evaluation`` is the folder that `moh-llm evaluate` wrote, or its ``report.json``. The model is recognised by its
+    weights and head plan.
 
     Raises:
         UserError: it is not an evaluation, or no model in it is this folder's.

@@ -179,9 +179,7 @@ def _detectors() -> dict[str, Any]:
 def find_secrets(text: str, vocabulary: bool = False) -> list[str]:
     """The kinds of secrets that a text seems to hold, such as "GitHub Token".
 
-    Args:
-        text: a line, or a whole vocabulary.
-        vocabulary: values that only their names make secrets do not count.
+    The text is a line, or a whole ``vocabulary``, in which values that only their names make secrets do not count.
     """
     from detect_secrets.filters.heuristic import is_prefixed_with_dollar_sign, is_templated_secret
 
@@ -210,12 +208,7 @@ def upload_copy(folder: Path, files: list[str], added: Mapping[str, Path]) -> It
     """Make a temporary copy of a model's folder to upload, without its card and its seal.
 
     Records are written anew, with absolute paths cut to their last component. All other files are links: replace files
-    of the copy, never write into them.
-
-    Args:
-        folder: the model's folder.
-        files: names of its files that are published.
-        added: more files for the copy, by the name that they get.
+    of the copy, never write into them. ``added`` holds more files for the copy, by the name that they get.
 
     Raises:
         UserError: a record cannot be read, another process writes or publishes the model, or the disk refuses.

@@ -182,9 +182,7 @@ class Licence:
 def find_licence(lineage: Lineage, given: str | None = None) -> Licence:
     """The licence of a model, which is its base's.
 
-    Args:
-        lineage: the model's.
-        given: the id that the user names, where the files of model and base name no licence, or several.
+    ``given`` is the id that the user names where the files of model and base name no licence, or several.
 
     Raises:
         UserError: no licence is found, or several; or ``given`` contradicts a Llama licence that is found.

@@ -52,9 +52,7 @@ class Publication:
 def publish(options: PublishConfig, say: Callable[[str], None] = say) -> Publication:
     """Check a model's folder, load it in a clean process, and upload it with its card. The folder is not changed.
 
-    Args:
-        options: what to publish, and where.
-        say: gets one line for each step and result.
+    ``say`` gets one line for each step and result.
 
     Raises:
         UserError: a check or the proof failed, the folder holds no MoH model, the card cannot be made, or there is no
@@ -221,14 +219,8 @@ def push(folder: Path, repo_id: str, token: str, private: bool = False, revision
 
     The commit comes last, so an interrupted upload changes nothing that the repository shows; repeated, it sends only
     the weights that the Hub lacks. Weights and code that the folder does not have are deleted in the same commit;
-    other files stay.
-
-    Args:
-        folder: the files to upload.
-        repo_id: ``ORG/NAME``.
-        token: the user's.
-        private: make the repository private; one that is public already is refused.
-        revision: branch (default: main).
+    other files stay. With ``private`` a repository that is public already is refused. ``revision`` is a branch
+    (default: main).
 
     Returns:
         The address of the upload, and the commit.

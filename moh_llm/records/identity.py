@@ -118,11 +118,7 @@ def hash_plan(folder: Path) -> str | None:
 
 
 def hash_weights(folder: Path, weight_map: Mapping[str, str] | None = None) -> WeightHashes:
-    """Read all weights of a model's folder, about a second per GB.
-
-    Args:
-        folder: the model's.
-        weight_map: tensor's name -> file's name; None: as the folder's own index has it.
+    """Hash all weights of a model's folder, about a second per GB; ``weight_map`` replaces the folder's own index.
 
     Raises:
         UserError: a file is missing or damaged.

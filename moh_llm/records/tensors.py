@@ -61,13 +61,8 @@ def is_fallback_weight(name: str) -> bool:
 def check_tensors(name: str, folder: Path, weight_map: Mapping[str, str], config: Any) -> Tensors:
     """Compare a folder's tensors with those of the architecture; only headers are read.
 
-    transformers would initialise a missing tensor at random, and stop at a wrong shape with a traceback.
-
-    Args:
-        name: what to call the model in an error.
-        folder: the model's.
-        weight_map: the file of each tensor; there may be more tensors than the architecture has.
-        config: a config of transformers.
+    transformers would initialise a missing tensor at random, and stop at a wrong shape with a traceback. ``weight_map``
+    may have more tensors than the architecture; errors call the model ``name``.
 
     Raises:
         UserError: the config makes no model, or a tensor is missing, has another shape, is not floating-point with 16
@@ -133,10 +128,7 @@ def empty_model(config: Any, name: str) -> Any:
 def is_tied(folder: Path, weight_map: Mapping[str, str], asked: bool) -> bool:
     """Whether the output projection is the embedding (`Tensors.tied`); where both are stored they are compared.
 
-    Args:
-        folder: the model's.
-        weight_map: tensor's name -> file's name.
-        asked: what the config says (`tie_word_embeddings`).
+    ``asked`` is what the config says (`tie_word_embeddings`).
     """
     from safetensors import safe_open
 

@@ -68,14 +68,8 @@ def read_architecture(path: Path) -> MoHLlamaConfig:
 def initialise(architecture: Path, tokenizer: str, output: Path, seed: int, overwrite: bool) -> MoHLlamaForCausalLM:
     """Write a model of random weights as a folder that training starts from, and return the model.
 
-    Weights are drawn in float32 on the CPU, which depends on `seed` alone.
-
-    Args:
-        architecture: YAML file of `architecture_keys`.
-        tokenizer: folder or Hub id; its ids of special tokens become the model's.
-        output: the folder; it appears once it is complete.
-        seed: of the weights.
-        overwrite: replace ``output`` if it is not empty.
+    Weights are drawn in float32 on the CPU, which depends on `seed` alone. ``architecture`` is a YAML file of
+    `architecture_keys`; the ids of special tokens are those of ``tokenizer``, a folder or Hub id.
 
     Raises:
         UserError: an input cannot be used, ``output`` is in the way, or the disk refuses.

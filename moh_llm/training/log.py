@@ -89,10 +89,7 @@ _SHOWN = {
 class ProgressLine:
     """Shows steps as they end: by a bar on a terminal, in a few lines elsewhere.
 
-    Args:
-        done: steps already made.
-        total: steps of the run.
-        size, unit: how much a step reads, and of what.
+    ``done`` of ``total`` steps are made already; each reads ``size`` tokens or images, the ``unit``.
     """
 
     def __init__(self, done: int, total: int, size: int, unit: str):

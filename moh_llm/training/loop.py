@@ -63,7 +63,6 @@ def train(
     Args:
         config: the recipe.
         overwrite: start anew where ``config.output_dir`` holds a run.
-        say: prints one line.
         on_finish: called on the main process with the record of a finished run, also of one that was finished before,
             while the folder is locked.
         kind: what is trained; default: a language model.

@@ -27,9 +27,7 @@ _NAMES: dict[torch.dtype, Literal["no", "bf16"]] = {torch.float32: "no", torch.b
 def decide_precision(config: TrainConfig, overwrite: bool = False) -> TrainConfig:
     """The recipe with `mixed_precision` of "no" or "bf16" in place of "auto".
 
-    Args:
-        config: the recipe.
-        overwrite: whether a run in ``config.output_dir`` is started anew; else "auto" is what that run chose.
+    Without ``overwrite`` "auto" is what the run in ``config.output_dir`` chose, if there is one.
 
     Raises:
         UserError: the environment asks for another dtype.

@@ -74,9 +74,7 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
 def check_model(config: TrainConfig, divided: bool) -> str | None:
     """Check the model's config against the recipe; return the warning of `check_positions`.
 
-    Args:
-        config: the recipe.
-        divided: whether processes divide the weights among them.
+    ``divided`` says whether processes divide the weights among them.
 
     Raises:
         UserError: as `read_model_config` and `check_experts`.

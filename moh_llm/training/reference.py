@@ -99,9 +99,7 @@ class StartingPoint:
 def find_starting_point(config: TrainConfig, recorded: ReferenceKind | None = None) -> StartingPoint:
     """Hash the model that the run begins with, read its records, and find its reference.
 
-    Args:
-        config: the recipe.
-        recorded: kind of the reference that a resumed run began with, which it keeps.
+    A resumed run keeps the kind of reference that it began with, ``recorded``.
 
     Raises:
         UserError: ``config.base`` is not the checkpoint that the conversion names, or has changed since; the run was

@@ -119,10 +119,8 @@ class Run:
     def finish(self, model_files: dict[str, FileMark], **facts: Any) -> None:
         """Record the end, after reading the model back.
 
-        Args:
-            model_files: marks of the model's files, taken when they were written (`mark_files`); empty on processes
-                that write nothing.
-            facts: what else to record.
+        ``model_files`` are marks of the model's files, taken when they were written (`mark_files`); empty on processes
+        that write nothing.
 
         Raises:
             UserError: the model on disk is not what was written.

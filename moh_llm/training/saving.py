@@ -44,10 +44,7 @@ def save_network(
     Args:
         config: the recipe; weights that were not trained are read from ``config.model``.
         checkpoint: the folder of the trained weights (`moh_llm.training.checkpoints`).
-        tokenizer: saved beside the model.
-        folder: the folder to write.
-        starting_point: the model that the run began with; the run is added to its lineage.
-        steps: the number of steps made.
+        starting_point: the model that the run of ``steps`` steps began with; the run is added to its lineage.
         thresholds: what changes in the routers so that the model reads its budget.
 
     Raises:

@@ -29,14 +29,10 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RoutingCounts:
-    """Router statistics of a network on some text, accumulated over batches.
-
-    Args:
-        group_size: heads of a routed group.
-    """
+    """Router statistics of a network on some text, accumulated over batches."""
 
     def __init__(self, group_size: int = 1) -> None:
-        self._group_size = group_size
+        self._group_size = group_size  # heads of a routed group
         self._tokens = 0
         self._heads: torch.Tensor | float = 0.0  # sum over tokens of the heads that are on, mean over layers
         self._selected: list[torch.Tensor] = []  # per layer, tokens that select each group, [U]

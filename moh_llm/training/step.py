@@ -170,14 +170,12 @@ def accumulate_gradients(
 
     The loss is token losses / (predicted tokens of the step) + (load-balance losses of heads, weighted by ``beta``, and
     of experts) / (sequences of the step) + (the budget's multiplier) * (distant keys read) / (distant keys of the
-    step), summed over all processes. So it depends neither on
-    ``config.data.micro_batch_size`` nor on the number of processes.
+    step), summed over all processes. So it depends neither on ``config.data.micro_batch_size`` nor on the number of
+    processes.
 
     Args:
         accelerator, model: the prepared `TrainingStep`, and what prepared it.
         batch: this process's sequences of the step, `[sequences, L]`.
-        config: the recipe.
-        beta: weight of the load-balance loss of heads.
         budget: of the keys that threshold routers read; None: no such loss.
 
     Returns:
