@@ -2,15 +2,16 @@
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -19,6 +20,7 @@ from moh_llm.errors import UserError, without_passwords_in
 # Errors of the place that is written to, rather than of the program.
 _DISK_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
+_Read = TypeVar("_Read")
 _CACHED = re.compile(r"(models|datasets|spaces)--.")  # folders of a Hub cache
 
 
@@ -58,6 +60,20 @@ def sha256(path: Path) -> str:
         while chunk := file.read(1 << 22):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def once_per_file(read: Callable[[Path], _Read]) -> Callable[[Path], _Read]:
+    """Keep what a function reads of a file until its size or times change: a start asks for it several times."""
+
+    @functools.lru_cache(maxsize=4096)
+    def kept(path: Path, size: int, modified: int, changed: int) -> _Read:
+        return read(path)
+
+    def call(path: Path) -> _Read:
+        found = path.stat()
+        return kept(path.resolve(), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    return call
 
 
 def check_links(folder: Path, files: Iterable[Path]) -> None:

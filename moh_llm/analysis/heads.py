@@ -78,7 +78,7 @@ def _hooks(decoder: nn.Module, take: Callable[[LayerPass], None]) -> Iterator[No
         seen: dict[str, torch.Tensor] = {}
         handles += [
             attention.router.register_forward_hook(partial(_keep_routing, seen)),
-            attention.o_proj.register_forward_pre_hook(partial(_keep_heads, seen)),
+            attention.o_proj.register_forward_pre_hook(lambda _, args, seen=seen: seen.update(heads=args[0])),
             attention.register_forward_hook(partial(_pass_on, seen, number, take)),
         ]
     try:
@@ -93,10 +93,6 @@ def _keep_routing(seen: dict, router: MoHRouter, args: tuple, output: tuple) -> 
     # A weighted score may round to zero, so the selection counts as well.
     selected = router._of_heads(logits.new_ones(*logits.shape[:-1], router.shared_groups), router.select(logits))
     seen["on"] = (gate != 0) | selected.bool()
-
-
-def _keep_heads(seen: dict, o_proj: nn.Module, args: tuple) -> None:
-    seen["heads"] = args[0]
 
 
 def _pass_on(

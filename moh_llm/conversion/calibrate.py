@@ -23,7 +23,7 @@ from moh_llm.conversion.local_fit import LocalFitter, sample_local
 from moh_llm.conversion.plan import drops_to_fit, shared_and_active
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
-from moh_llm.modeling.seen_moh import document_starts
+from moh_llm.modeling.seen_moh import Seen, document_starts
 from moh_llm.records.model import save_tensors
 
 HELD_OUT = 4  # every fourth window measures costs and is not fitted on
@@ -245,7 +245,7 @@ def recording(
 
     def compute_both(module: nn.Module, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *args, **more):
         places = document_starts(queries[:, 0], None, more["position_ids"], None, False, name)
-        local.append(sample_local(queries, keys, values, *places, *sight, module.scaling))
+        local.append(sample_local(queries, keys, values, Seen.from_positions(*places, *sight), module.scaling))
         return compute(module, queries, keys, values, *args, **more)
 
     if sight:

@@ -37,17 +37,9 @@ _STEPS = 6  # numbers of shared heads, and of never-on ones, to try for each num
 
 @torch.no_grad()
 def sample_local(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    starts: torch.Tensor,
-    window: int,
-    sinks: int,
-    scaling: float,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Seen, scaling: float
 ) -> LocalSample:
-    """Record local attention of T queries to T keys; see `near_attention` and `Seen.from_positions`."""
-    seen = Seen.from_positions(positions, starts, window, sinks)
+    """Record local attention of T queries to T keys; see `near_attention`."""
     outputs = near_attention(queries, keys, values, seen, scaling)
     queries = (queries * scaling).unflatten(1, (keys.shape[1], -1))  # [B, KV, H / KV, T, D]
     near, far = _near(queries, keys, seen), _far(queries, keys, seen)
@@ -200,11 +192,7 @@ class LocalFitter:
                 yield self.ranked[:shared], self.ranked[groups - local :]
 
     def _cost(self, shared: Sequence[int], local: Sequence[int], dropped: int) -> float:
-        """Mean of 1/2 (sum of z)^2 over held-out tokens."""
-        return (self._effect(shared, local, dropped).square().mean() / 2).item()
-
-    def _effect(self, shared: Sequence[int], local: Sequence[int], dropped: int) -> torch.Tensor:
-        """Sum of z over the heads that each held-out token has off, `[N - N']`."""
+        """Mean over held-out tokens of 1/2 (sum of z over the heads that the token has off)^2."""
         effect = self.effects[:, list(local)].sum(1)
         routed = [group for group in range(len(self.ranked)) if group not in {*shared, *local}]
         drops, effects = dropped // self.group_size - len(local), self.effects[:, routed]
@@ -216,7 +204,7 @@ class LocalFitter:
                 effect = effect + (effects * (logits <= _threshold(logits, drops))).sum(1)
             else:
                 effect = effect + effects.gather(1, logits.topk(drops, 1, largest=False).indices).sum(1)
-        return effect
+        return (effect.square().mean() / 2).item()
 
     def _heads(self, groups: Sequence[int]) -> list[int]:
         return sorted(group * self.group_size + i for group in groups for i in range(self.group_size))

@@ -41,10 +41,11 @@ def open_tokenizer(name_or_path: str | Path, vocab_size: int | None = None) -> "
     # Missing files, a wrong id, a field of the wrong type: each an error of its own kind.
     except Exception as error:
         raise UserError(f"{name_or_path} has no tokenizer that loads ({reason(error)[:160]})") from error
+    if vocab_size is None:
+        return tokenizer
     # Padding tokens are often added without a row, by transformers, too, and plain text does not hold them.
-    added = set(tokenizer.get_added_vocab()) if vocab_size is not None else set()
-    for token in tokens_without_rows(tokenizer, vocab_size) if vocab_size is not None else []:
-        number = tokenizer.convert_tokens_to_ids(token)
+    added = tokenizer.get_added_vocab()
+    for number, token in sorted((n, token) for token, n in tokenizer.get_vocab().items() if n >= vocab_size):
         if token not in added or number >= vocab_size + _ADDED_TOKENS:
             raise UserError(
                 f"the tokenizer of {name_or_path} has id {number} ({token[:40]!r}), and the model embeds ids below "
@@ -64,12 +65,6 @@ def rows_beside(name_or_path: str | Path) -> int | None:
     except Exception:
         return None
     return rows if isinstance(rows, int) and rows > 0 else None
-
-
-def tokens_without_rows(tokenizer: Any, rows: int) -> list[str]:
-    """The tokens with ids from `rows` on, by id. The tokenizer is one of transformers or tokenizers."""
-    beyond = [(number, token) for token, number in tokenizer.get_vocab().items() if number >= rows]
-    return [token for _, token in sorted(beyond)]
 
 
 class TextTokenizer:

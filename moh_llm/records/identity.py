@@ -7,7 +7,6 @@ A folder may change after its records were written: a file is damaged or edited,
 record comes from another folder. `read_records` then says so, and gives no figures.
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from moh_llm.errors import UserError
-from moh_llm.files import sha256
+from moh_llm.files import once_per_file, sha256
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import (
     CONVERSION,
@@ -134,15 +133,9 @@ def hash_weights(folder: Path, weight_map: Mapping[str, str] | None = None) -> W
     return WeightHashes(dense=dense, routing=routing)
 
 
+@once_per_file
 def _describe_tensors(shard: Path) -> tuple[tuple[str, str], ...]:
     """Name of each tensor of a safetensors file, and a line that tells it from any other."""
-    found = shard.stat()
-    return _read_tensors(shard.resolve(), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-
-
-@functools.lru_cache(maxsize=1024)  # files; a start asks for the hashes of one model several times
-def _read_tensors(shard: Path, size: int, modified: int, changed: int) -> tuple[tuple[str, str], ...]:
-    """`_describe_tensors`, cached for a file of this size in bytes and with these times in ns."""
     with shard.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

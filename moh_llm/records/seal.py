@@ -6,7 +6,6 @@
 Steps check it before they compute anything from the files. Files that people edit (`EDITABLE`, licences) may change.
 """
 
-import functools
 import os
 from collections.abc import Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +13,14 @@ from pathlib import Path
 
 from pydantic import NonNegativeInt
 
-from moh_llm.files import sha256
+from moh_llm.files import once_per_file, sha256
 from moh_llm.records.base import Record
 from moh_llm.records.model import CONFIG, INDEX_NAME, LICENCE_NAMES, TOKENIZERS
 
 SEAL = "seal.json"
 EDITABLE = ("README.md", "chat_template.jinja", "chat_template.json", "generation_config.json")
 _THREADS = min(8, os.cpu_count() or 1)
+_sha256 = once_per_file(sha256)
 # What transformers would read from a folder that did not have it when it was sealed.
 _LOADED = {CONFIG, INDEX_NAME, *TOKENIZERS, "added_tokens.json", "special_tokens_map.json", "adapter_config.json"}
 _LOADED |= {"preprocessor_config.json", "diffusion_pytorch_model.safetensors.index.json"}
@@ -90,16 +90,13 @@ def find_changes(folder: Path, seal: Seal) -> dict[str, str]:
     Files that people edit may differ, and so may code: this package runs its own, and `moh_llm.hub.checks.check_files`
     compares the two.
     """
-    names = [name for name in seal.files if not name.endswith(".py") and not _is_editable(name)]
+    names = [name for name in seal.files if name not in EDITABLE and not name.startswith(LICENCE_NAMES)]
+    names = [name for name in names if not name.endswith(".py")]
     with ThreadPoolExecutor(_THREADS) as threads:  # hashlib computes beside other threads
         faults = zip(names, threads.map(lambda name: _fault(folder / name, seal.files[name]), names), strict=True)
         found = {name: fault for name, fault in faults if fault}
     loaded = (path.name for path in folder.iterdir() if path.name in _LOADED or path.suffix == ".safetensors")
     return found | {name: "was added later" for name in loaded if name not in seal.files}
-
-
-def _is_editable(name: str) -> bool:
-    return name in EDITABLE or name.startswith(LICENCE_NAMES)
 
 
 def mark_files(folder: Path, names: Container[str] | None = None) -> dict[str, FileMark]:
@@ -127,14 +124,3 @@ def _fault(path: Path, mark: FileMark) -> str | None:
     if (size := path.stat().st_size) != mark.bytes:
         return f"was changed ({size:,} bytes instead of {mark.bytes:,})"
     return None if _sha256(path) == mark.sha256 else "was changed (other bytes than when it was written)"
-
-
-def _sha256(path: Path) -> str:
-    found = path.stat()
-    return _sha256_of(path.resolve(), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-
-
-@functools.lru_cache(maxsize=4096)  # files; a start asks for the same folder several times
-def _sha256_of(path: Path, size: int, modified: int, changed: int) -> str:
-    """`_sha256`, cached for a file of this size in bytes and with these times in ns."""
-    return sha256(path)

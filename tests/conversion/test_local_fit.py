@@ -9,6 +9,7 @@ from layer_samples import make_sample
 
 from moh_llm.conversion import local_fit
 from moh_llm.conversion.local_fit import NO_TOKEN, STRIDE, LocalFitter, sample_local
+from moh_llm.modeling.seen_moh import Seen
 
 WINDOW, SINKS = 5, 2
 
@@ -19,7 +20,7 @@ def test_the_sample_is_a_loop(length, starts, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     queries, keys, values = (torch.randn(2, heads, length, 4, generator=generator) for heads in (4, 2, 2))
     places = torch.arange(length)[None], torch.tensor([starts])
-    found = sample_local(queries, keys, values, *places, WINDOW, SINKS, 0.5)
+    found = sample_local(queries, keys, values, Seen.from_positions(*places, WINDOW, SINKS), 0.5)
     for b, t, h in itertools.product(range(2), range(length), range(4)):
         row, document = b * length + t, range(starts[t], t + 1)
         scores = {j: (queries[b, h, t].double() @ keys[b, h // 2, j].double() * 0.5).item() for j in document}
