@@ -23,20 +23,25 @@ def forward_parts(config: MoHLlamaConfig, length: int, dense: bool = False) -> d
     query, and scores and weighted sums of the keys in its window. Keys and values are always computed: other tokens'
     heads may attend to them.
     """
-    total = config.num_attention_heads * config.num_hidden_layers
-    if dense:
-        return _parts(config, length, queries=total, scores=total, projected=total)
-    on, has_fallback = sum(config.active_heads_per_layer), config.head_fallback != "none"
-    is_local = config.head_fallback == "local"
-    return _parts(
-        config,
-        length,
-        queries=total if is_local or config.router_type == "query_norm" else on,
-        scores=on + (total - on) * fallback_keys(config, length),
-        projected=total if has_fallback else on,
-        fallbacks=total - on if has_fallback else 0,
-        router=_router_macs(config),
-    )
+    hidden, size, layers = config.hidden_size, config.head_dim, config.num_hidden_layers
+    total = config.num_attention_heads * layers
+    on = total if dense else sum(config.active_heads_per_layer)
+    has_fallback, needs_queries = config.head_fallback != "none", config.head_fallback == "local"
+    queries = total if needs_queries or config.router_type == "query_norm" else on
+    scores = on + (total - on) * fallback_keys(config, length)
+    context = (length + 1) / 2  # mean number of positions that a token attends to
+    macs = {
+        "queries": queries * hidden * size,
+        "keys and values": layers * 2 * config.num_key_value_heads * hidden * size,
+        "scores and weighted sums": scores * 2 * size * context,
+        "output projection": (total if has_fallback else on) * hidden * size,
+        "feed-forward": layers * hidden * (3 * feed_forward_width(config) + config.num_local_experts),
+        "routing": 0 if dense else _router_macs(config),
+        # A number linear in the layer's input, and a vector times it.
+        "fallbacks": (total - on) * (hidden + size) if has_fallback else 0,
+        "vocabulary": hidden * config.vocab_size,
+    }
+    return {part: round(2 * length * number) for part, number in macs.items()}
 
 
 def fallback_keys(config: MoHLlamaConfig, length: int) -> float:
@@ -79,31 +84,6 @@ def distant_keys(config: MoHLlamaConfig, position_ids: torch.Tensor) -> torch.Te
         return position_ids + 1.0
     beyond = position_ids + 1.0 - config.local_window - config.local_sinks
     return beyond.clamp_min(0).masked_fill(position_ids < config.all_heads_until, 0)
-
-
-def _parts(
-    config: MoHLlamaConfig,
-    length: int,
-    queries: int,
-    scores: float,
-    projected: int,
-    fallbacks: int = 0,
-    router: int = 0,
-) -> dict[str, int]:
-    """FLOPs by part, given of how many heads, summed over layers, each is computed, and the router's multiply-adds."""
-    hidden, size, layers = config.hidden_size, config.head_dim, config.num_hidden_layers
-    context = (length + 1) / 2  # mean number of positions that a token attends to
-    macs = {
-        "queries": queries * hidden * size,
-        "keys and values": layers * 2 * config.num_key_value_heads * hidden * size,
-        "scores and weighted sums": scores * 2 * size * context,
-        "output projection": projected * hidden * size,
-        "feed-forward": layers * hidden * (3 * feed_forward_width(config) + config.num_local_experts),
-        "routing": router,
-        "fallbacks": fallbacks * (hidden + size),  # a number linear in the layer's input, and a vector times it
-        "vocabulary": hidden * config.vocab_size,
-    }
-    return {part: round(2 * length * number) for part, number in macs.items()}
 
 
 def feed_forward_width(config: MoHLlamaConfig) -> int:

@@ -12,8 +12,6 @@ import torch
 
 from .call import FLOAT16
 
-States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
 
 def why_not_windowed(device: torch.device, dtype: torch.dtype, size: int) -> str | None:
     """Why PyTorch's FlashAttention 2 does not run heads of this size on this device; None if it does."""
@@ -41,43 +39,6 @@ def windowed_attention(
     return _Windowed.apply(query, key, value, window, scaling)
 
 
-def windowed_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """As `windowed_attention`, without gradients; and the random state that `windowed_backward` wants."""
-    by_token = [states.transpose(1, 2) for states in (query, key, value)]
-    out, lse, *random, _ = torch.ops.aten._flash_attention_forward(
-        *by_token, None, None, query.shape[2], key.shape[2], 0.0, False, False, **_how(window, scaling)
-    )
-    return out.transpose(1, 2), lse, random
-
-
-def windowed_backward(
-    grad: torch.Tensor,
-    states: States,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    random: list[torch.Tensor],
-    window: int,
-    scaling: float,
-) -> States:
-    """Gradients of `states` (query, key and value), given the gradient of the output.
-
-    If other parts were merged into the softmax, pass `grad`, `out` and `lse` of the merged result: the gradients
-    are then the window's share.
-    """
-    query, key, _ = states
-    by_token = [tensor.transpose(1, 2) for tensor in (grad, *states, out)]
-    gradients = torch.ops.aten._flash_attention_backward(
-        *by_token, lse, None, None, query.shape[2], key.shape[2], 0.0, False, *random, **_how(window, scaling)
-    )
-    return tuple(tensor.transpose(1, 2) for tensor in gradients)
-
-
-def _how(window: int, scaling: float) -> dict[str, Any]:
-    return {"scale": scaling, "window_size_left": window - 1, "window_size_right": 0}
-
-
 def with_gradient_of_lse(out: torch.Tensor, grad: torch.Tensor, grad_lse: torch.Tensor) -> torch.Tensor:
     """Change `out` so that a backward kernel without a log-sum-exp gradient still accounts for `grad_lse`.
 
@@ -96,14 +57,21 @@ class _Windowed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and log-sum-exp."""
-        out, lse, random = windowed_forward(*args)
-        ctx.save_for_backward(*args[:3], out, lse, *random)
-        ctx.how = args[3:]
+        *states, window, scaling = args
+        lengths = (None, None, states[0].shape[2], states[1].shape[2], 0.0, False)
+        how = {"scale": scaling, "window_size_left": window - 1, "window_size_right": 0}
+        by_token = [tensor.transpose(1, 2) for tensor in states]
+        out, lse, *random, _ = torch.ops.aten._flash_attention_forward(*by_token, *lengths, False, **how)
+        out = out.transpose(1, 2)
+        ctx.save_for_backward(*states, out, lse, *random)
+        ctx.lengths, ctx.how = lengths, how
         return out, lse
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor, grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of query, key and value."""
-        query, key, value, out, lse, *random = ctx.saved_tensors
+        *states, out, lse, seed, offset = ctx.saved_tensors
         out = with_gradient_of_lse(out, grad, grad_lse)
-        return *windowed_backward(grad, (query, key, value), out, lse, random, *ctx.how), None, None
+        by_token = [tensor.transpose(1, 2) for tensor in (grad, *states, out)]
+        gradients = torch.ops.aten._flash_attention_backward(*by_token, lse, *ctx.lengths, seed, offset, **ctx.how)
+        return *(tensor.transpose(1, 2) for tensor in gradients), None, None
