@@ -30,7 +30,7 @@ from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training import networks
 from moh_llm.training.config import DataConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.parallel import make_accelerator
-from moh_llm.training.precision import decide_precision
+from moh_llm.training.preflight import decide_precision
 from moh_llm.training.step import TrainingStep, accumulate_gradients, make_optimizer, seed_step, set_learning_rates
 
 SHAPE = {  # SmolLM2-135M's

@@ -36,8 +36,7 @@ from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import ProgressLine, check_trackers, start_trackers, step_line, track
 from moh_llm.training.losses import StepLosses, balance_coefficient
 from moh_llm.training.parallel import catch_signals, divides_weights, from_main, make_accelerator
-from moh_llm.training.precision import check_agreement, decide_precision
-from moh_llm.training.preflight import check_model
+from moh_llm.training.preflight import check_agreement, check_model, decide_precision
 from moh_llm.training.reference import Reference, agreed_starting_point, expected_reference
 from moh_llm.training.runs import Run, describe_data, mark_model
 from moh_llm.training.saving import is_finished, save_network

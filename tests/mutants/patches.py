@@ -393,7 +393,7 @@ PATCHES = (
     ),
     Patch(
         "a resumed run does not keep its precision",
-        "moh_llm/training/precision.py",
+        "moh_llm/training/preflight.py",
         "chosen = None if overwrite else _recorded(config)",
         "chosen = None",
         ("tests/training/test_precision.py",),

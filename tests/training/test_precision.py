@@ -12,9 +12,9 @@ from ways import WAYS
 from moh_llm import devices
 from moh_llm.devices import COMPUTE_DTYPE
 from moh_llm.errors import UserError
-from moh_llm.training import precision
+from moh_llm.training import preflight
 from moh_llm.training.loop import train
-from moh_llm.training.precision import decide_precision
+from moh_llm.training.preflight import decide_precision
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--max_steps", "2", "--evaluation.eval_steps", "0", "--evaluation.max_tokens", "128", "--report_to", "[]"]
@@ -47,13 +47,13 @@ LACKS = [
 
 @pytest.mark.parametrize(("name", "device", "keys", "message"), LACKS)
 def test_attention_that_cannot_be_had_is_refused(configure, monkeypatch, name, device, keys, message) -> None:
-    monkeypatch.setitem(precision.FLASH, "flash_attention_2", lambda: True)
-    monkeypatch.setitem(precision.FLASH, "flash_attention_3", lambda: False)
+    monkeypatch.setitem(preflight.FLASH, "flash_attention_2", lambda: True)
+    monkeypatch.setitem(preflight.FLASH, "flash_attention_3", lambda: False)
     recipe = {"mixed_precision": "bf16", "data.micro_batch_size": 1}
     for allowed in ("sdpa", "flash_attention_2"):
-        precision.check_attention(configure(attn_implementation=allowed, **recipe), CUDA)
+        preflight.check_attention(configure(attn_implementation=allowed, **recipe), CUDA)
     with pytest.raises(UserError, match=f"attn_implementation={name} .*{message}"):
-        precision.check_attention(configure(attn_implementation=name, **recipe | keys), device)
+        preflight.check_attention(configure(attn_implementation=name, **recipe | keys), device)
 
 
 def test_a_resumed_run_keeps_its_precision(recipe, tmp_path, monkeypatch) -> None:
