@@ -44,17 +44,10 @@ def make_fitter(plan: PlanOptions, config: PreTrainedConfig, sample: LayerSample
 def calibrate(
     base: LayerwiseModel, batches: Sequence[Batch], plan: PlanOptions, scratch: Path, seed: int = 0
 ) -> list[dict[int, RoutingFit]]:
-    """Fit every layer of a dense base on batches of `input_ids` and `position_ids` `[B, T]`.
+    """The fits of each layer of a dense base, by the number of heads that a token drops.
 
-    Args:
-        base: the dense model, layer by layer.
-        batches: calibration text.
-        plan: says which numbers of dropped heads to fit.
-        scratch: a folder for the hidden states: tokens x hidden size x layers numbers.
-        seed: draws the labels y.
-
-    Returns:
-        The fits of each layer by the number of heads that a token drops.
+    `batches` of calibration text have `input_ids` and `position_ids` `[B, T]`. `scratch` is a folder for the hidden
+    states: tokens x hidden size x layers numbers. `seed` draws the labels y.
     """
     samples = layer_samples(base, batches, plan, scratch, seed)
     return [fit_layer(plan, base.config, make_fitter(plan, base.config, sample)) for sample in samples][::-1]

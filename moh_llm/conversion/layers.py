@@ -25,15 +25,10 @@ _FORMAT = "{desc} |{bar:12}| {percentage:.0f} %, {remaining} left"
 
 
 class LayerwiseModel:
-    """The parts of a causal language model, read from disk on request.
+    """The parts of a causal language model, read from disk on request, and run in ``dtype`` on ``device``.
 
-    Args:
-        folder: folder of the safetensors files.
-        weight_map: name of a tensor -> name of its file.
-        config: the model's config.
-        dtype: dtype that the model is run in.
-        device: device that the model is run on.
-        rounded: dtype of the written weights, to which they are cast first; None for their own.
+    ``weight_map`` names each tensor's file in ``folder``. Weights are first cast to ``rounded``, the dtype in which
+    they are written; None for their own.
     """
 
     def __init__(

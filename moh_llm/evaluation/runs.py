@@ -79,8 +79,14 @@ def read_run(folder: Path) -> TrainingRun:
     if not (folder / "run.json").is_file():
         fault = "holds no run.json" if folder.is_dir() else "is not a folder"
         raise UserError(f"{folder} {fault}; name a folder that moh-llm train made")
-    record = RunRecord.read(folder / "run.json")
-    return TrainingRun(folder, record, *_read_log(folder / "log.jsonl"))
+    record, log = RunRecord.read(folder / "run.json"), folder / "log.jsonl"
+    try:
+        lines, cut = read_log(log, "resume the run, which cuts the log there, or remove the line")
+    except OSError as error:
+        raise UserError(f"cannot read {log} ({error.strerror}); wait for the run's first step, or start it") from error
+    if not lines:
+        raise UserError(f"{log} holds no step yet; wait for the run's first one")
+    return TrainingRun(folder, record, lines, cut)
 
 
 def run_behind(model: str | Path) -> Path | None:
@@ -99,17 +105,6 @@ def read_runs_behind(models: Iterable[str], say: Callable[[str], None]) -> list[
         except UserError as error:
             say(f"the report leaves out the training run in {folder}: {error}")
     return runs
-
-
-def _read_log(path: Path) -> tuple[list[LogLine], bool]:
-    """`read_log` of a run that has begun. Raises UserError for another one."""
-    try:
-        lines, cut = read_log(path, "resume the run, which cuts the log there, or remove the line")
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}); wait for the run's first step, or start it") from error
-    if not lines:
-        raise UserError(f"{path} holds no step yet; wait for the run's first one")
-    return lines, cut
 
 
 # ---- tables

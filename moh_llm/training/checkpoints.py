@@ -65,13 +65,8 @@ class CheckpointWriter:
     """Writes a run's checkpoints, one at a time, in a thread. All processes call the same methods.
 
     The thread copies the tensors to memory of its own while the next step computes its gradient, then writes and hashes
-    them. The folder gets its name when the files of all processes and `checkpoint.json` are in it.
-
-    Args:
-        checkpoints: the folder of all checkpoints.
-        accelerator, model, optimizer: prepared for training.
-        weights: the trained parameters by name.
-        keep: which checkpoints are kept.
+    them. The folder gets its name when the files of all processes and `checkpoint.json` are in it. ``weights`` are the
+    trained parameters by name, ``keep`` says which checkpoints are kept.
 
     Attributes:
         copied: done when the weights may change.

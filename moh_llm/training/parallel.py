@@ -26,7 +26,6 @@ from accelerate.utils import (
 
 from moh_llm.devices import Team, check_group, world_size
 from moh_llm.errors import UserError
-from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.runs import TRACKERS
 from moh_llm.training.zero import by_deepspeed
@@ -47,15 +46,6 @@ def count_micro_batches(config: TrainConfig, processes: int) -> int:
             f"{data.micro_batch_size} x {processes} processes; change one of them"
         )
     return count
-
-
-def check_experts(config: TrainConfig, model: MoHLlamaConfig, divided: bool) -> None:
-    """Raise UserError where a model's feed-forward experts would be `divided` among processes."""
-    if divided and model.num_local_experts:
-        raise UserError(
-            f"model={config.model} has feed-forward experts, which zero3 and fsdp2 cannot divide; take ddp, zero2 or "
-            "one process"
-        )
 
 
 def divides_weights(accelerator: Accelerator) -> bool:

@@ -39,7 +39,7 @@ from moh_llm.training.networks import (
     trainable,
     trained_weights,
 )
-from moh_llm.training.parallel import check_experts, count_micro_batches
+from moh_llm.training.parallel import count_micro_batches
 from moh_llm.training.reference import expected_reference
 from moh_llm.training.runs import RUN_RECORD, check_converted, read_run
 
@@ -85,10 +85,14 @@ def check_model(config: TrainConfig, divided: bool) -> str | None:
     ``divided`` says whether processes divide the weights among them.
 
     Raises:
-        UserError: as `read_model_config` and `check_experts`.
+        UserError: as `read_model_config`, or the model has feed-forward experts, which cannot be divided.
     """
     model = read_model_config(config)
-    check_experts(config, model, divided)
+    if divided and model.num_local_experts:
+        raise UserError(
+            f"model={config.model} has feed-forward experts, which zero3 and fsdp2 cannot divide; take ddp, zero2 or "
+            "one process"
+        )
     return check_positions(config, model)
 
 

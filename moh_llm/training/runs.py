@@ -66,7 +66,6 @@ class Run:
         config: the recipe; ``config.output_dir`` is the folder.
         overwrite: start anew, and remove what an earlier run wrote there (and nothing else).
         writes: whether this process writes; only one of several does.
-        mark: identifies ``config.model``; None: read it here.
 
     Raises:
         UserError: the folder cannot be used (`read_run`), or holds a run of another model.

@@ -48,14 +48,8 @@ def measure_thresholds(
     """The thresholds at which a model reads the share ``target`` of the distant keys of some text.
 
     A shift also changes the hidden states that later layers score, so the text is read again, until the share is close.
-
-    Args:
-        accelerator, model: the prepared `moh_llm.training.step.TrainingStep`, and what prepared it.
-        batches: this process's part of the text, as many batches on each process.
-        target: share of the distant keys.
-
-    Returns:
-        None where the text has no distant keys.
+    ``model`` is the prepared `moh_llm.training.step.TrainingStep`. ``batches`` are this process's part of the text, as
+    many on each process. Returns None where the text has no distant keys.
     """
     routers = accelerator.unwrap_model(model).network.routers
     size, heads = routers[0].group_size, sum(router.num_heads for router in routers)
