@@ -34,7 +34,7 @@ class _Configurations(dict[str, Any]):
 class _Finder(MetaPathFinder):
     """Waits for a module to be imported."""
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]):
+    def __init__(self, name: str, then: Callable[[ModuleType], Any]):
         self.name, self.then = name, then
 
     def find_spec(
@@ -58,7 +58,13 @@ class _Finder(MetaPathFinder):
 
 def register_with_transformers() -> None:
     """Add the entries now if transformers has loaded its lists, else when it does."""
-    for name, add in ((_LIST, _add_entry), (_FUNCTIONS, _add_attention), ("moh_llm.modeling", _load_attention)):
+    changes: dict[str, Callable[[ModuleType], Any]] = {
+        _LIST: _add_entry,
+        _FUNCTIONS: lambda module: module.AttentionInterface.register("moh_interval", _attend),
+        # Not when a layer first attends: compiled code cannot import.
+        "moh_llm.modeling": lambda _: importlib.import_module("moh_llm.attention"),
+    }
+    for name, add in changes.items():
         if name in sys.modules:
             add(sys.modules[name])
         else:
@@ -68,14 +74,6 @@ def register_with_transformers() -> None:
 def _add_entry(module: ModuleType) -> None:
     configurations = module.CONFIG_MAPPING
     configurations._extra_content = _Configurations(configurations._extra_content)
-
-
-def _add_attention(module: ModuleType) -> None:
-    module.AttentionInterface.register("moh_interval", _attend)
-
-
-def _load_attention(module: ModuleType) -> None:
-    importlib.import_module("moh_llm.attention")  # not when a layer first attends: compiled code cannot import
 
 
 def _attend(*given: Any, **kwargs: Any) -> Any:

@@ -18,19 +18,13 @@ _MORE = 64  # extra tokens that are kept, so that up to this many can be cropped
 _STEPS = 256  # tokens are dropped, and memory is allocated, once per this many tokens
 
 
-class _Part(NamedTuple):
-    """Some of the heads: their ids, the keys and values `[B, groups, n, D]` of their groups, and the visible keys."""
-
-    heads: list[int] | slice
-    keys: torch.Tensor
-    values: torch.Tensor
-    seen: Seen
-
-
 class SplitKeys(NamedTuple):
-    """Returned by `MoHCache` in place of a keys tensor: the keys of each part of the heads."""
+    """Returned by `MoHCache` in place of a keys tensor.
 
-    parts: list[_Part]
+    Each part has ids of heads, the keys and values `[B, groups, n, D]` of their groups, and the visible keys.
+    """
+
+    parts: list[tuple[list[int] | slice, torch.Tensor, torch.Tensor, Seen]]
 
     def attend(self, attention: Callable[..., torch.Tensor], call: Call, **kwargs: Any) -> torch.Tensor:
         """`interval_attention` `[B, T, H, D]` of these keys: one call of `attention` per part."""
@@ -185,7 +179,7 @@ class MoHCacheLayer(DynamicLayer):
         if reads_all:
             return tuple(self._of_all_groups(tensors) for tensors in zip(*found, strict=True))
         parts = zip(self._heads, *zip(*found, strict=True), (seen, near_seen), strict=True)
-        split = SplitKeys([_Part(*part) for part in parts if part[1].shape[1]])
+        split = SplitKeys([part for part in parts if part[1].shape[1]])
         self._drop(seen)
         return split, split
 

@@ -53,7 +53,7 @@ def _is_installed() -> bool:
 
 def flash_attention(call: Call) -> torch.Tensor:
     """`interval_attention` with flash-attn-4 for sorted queries, `[B, T, H, D]`."""
-    return attention_of_parts(call, Kernels(sorted_attention, causal_attention, _windowed))
+    return attention_of_parts(call, Kernels(sorted_attention, causal_attention, causal_attention))
 
 
 def causal_attention(
@@ -65,13 +65,6 @@ def causal_attention(
     log-sum-exp `[B, H, T]`, float32.
     """
     return torch.ops.moh_llm.flash(query, key, value, scaling, window, [], [])
-
-
-def _windowed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`causal_attention` to the last `window` keys."""
-    return causal_attention(query, key, value, scaling, window)
 
 
 def sorted_attention(

@@ -36,12 +36,12 @@ class Kernels(NamedTuple):
     Attributes:
         sorted: query, key, value, plan, scaling -> outputs and log-sum-exp; see `flex.sorted_attention`.
         causal: query `[B, H, T, D]`, key, value `[B, KV, T, D]`, scaling -> outputs, and log-sum-exp or None.
-        windowed: query, key, value `[B, KV, S, D]`, window, scaling -> outputs and log-sum-exp; see `windowed.py`.
+        windowed: query, key, value `[B, KV, S, D]`, scaling, window -> outputs and log-sum-exp; see `windowed.py`.
     """
 
     sorted: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Plan, float], Outputs]
     causal: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Outputs]
-    windowed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], Outputs]
+    windowed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], Outputs]
 
 
 def why_not_sorted(call: Call) -> str | None:
@@ -159,7 +159,7 @@ def _windowed(
 ) -> Outputs:
     """Attention of the last tokens, `[B, tokens, heads, D]`, to windows, and its log-sum-exp."""
     begin = max(key.shape[2] - query.shape[1] - window + 1, 0)
-    out, lse = windowed(query.transpose(1, 2), key[:, :, begin:], value[:, :, begin:], window, scaling)
+    out, lse = windowed(query.transpose(1, 2), key[:, :, begin:], value[:, :, begin:], scaling, window)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 

@@ -29,14 +29,14 @@ def why_not_windowed(device: torch.device, dtype: torch.dtype, size: int) -> str
 
 
 def windowed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scaling: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query to the last `window` keys up to its own.
 
     `query` is `[B, H, T, D]`, `key` and `value` are `[B, KV, S, D]`. Returns outputs `[B, H, T, D]` and their
     log-sum-exp `[B, H, T]`, float32. Both have gradients, so that parts of one softmax can be merged afterwards.
     """
-    return _Windowed.apply(query, key, value, window, scaling)
+    return _Windowed.apply(query, key, value, scaling, window)
 
 
 def with_gradient_of_lse(out: torch.Tensor, grad: torch.Tensor, grad_lse: torch.Tensor) -> torch.Tensor:
@@ -52,12 +52,12 @@ def with_gradient_of_lse(out: torch.Tensor, grad: torch.Tensor, grad_lse: torch.
 
 
 class _Windowed(torch.autograd.Function):
-    """`windowed_attention`, given query, key, value, window and scaling."""
+    """`windowed_attention`, given query, key, value, scaling and window."""
 
     @staticmethod
     def forward(ctx, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and log-sum-exp."""
-        *states, window, scaling = args
+        *states, scaling, window = args
         lengths = (None, None, states[0].shape[2], states[1].shape[2], 0.0, False)
         how = {"scale": scaling, "window_size_left": window - 1, "window_size_right": 0}
         by_token = [tensor.transpose(1, 2) for tensor in states]

@@ -66,7 +66,7 @@ def test_windows(size, length):
     skip_without(why_not_windowed(torch.device("cuda"), torch.bfloat16, size))
     states = random_states(length, LENGTH, HEADS // SHARED, HEADS, size)
     seen = seen_by_causal(length, LENGTH, WINDOW)
-    check(lambda *states: windowed_attention(*states[:3], WINDOW, states[3]), states, seen)
+    check(lambda *states: windowed_attention(*states, WINDOW), states, seen)
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])

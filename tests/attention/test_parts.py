@@ -67,7 +67,7 @@ def test_is_the_loop(case):
     assert max(differences(**case)) < 1e-5
 
 
-def plain_windows(query, key, value, window, scaling):
+def plain_windows(query, key, value, scaling, window):
     """What the windowed kernel of a GPU computes."""
     key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], 1) for states in (key, value))
     place = torch.arange(key.shape[2])
