@@ -114,18 +114,11 @@ def attention_patterns(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
     model.set_attn_implementation("eager")
 
     def keep_weights(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        first: torch.Tensor,
-        seen: Seen,
-        scaling: float,
-        *given: Any,
-        module: nn.Module,
-        **more: Any,
+        query: torch.Tensor, key: torch.Tensor, *given: Any, module: nn.Module, **more: Any
     ) -> torch.Tensor:
+        _, _, seen, scaling, *_ = given
         setattr(module, _PATTERNS, _weights(query, key, seen, scaling))
-        return interval_attention(query, key, value, first, seen, scaling, *given, module=module, **more)
+        return interval_attention(query, key, *given, module=module, **more)
 
     ALL_ATTENTION_FUNCTIONS[NAME] = keep_weights
     try:

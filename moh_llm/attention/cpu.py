@@ -144,19 +144,14 @@ def _in_training(call: Call, on: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 def _in_inference(call: Call, on: torch.Tensor) -> torch.Tensor:
     """`cpu_attention` of more than one query per row; `on` `[B, T, H]` says which heads are on."""
-    query, key, value, _, seen, scaling, *_ = call
-    always, _ = call.kinds or ((), ())
-    batch, heads, length, size = query.shape
-    out = query.new_zeros(batch, length, heads, size)
+    seen, always = call.seen, call.kinds[0] if call.kinds else ()
+    batch, heads, length, size = call.query.shape
+    out = call.query.new_zeros(batch, length, heads, size)
     documents, alone = kept(seen, "documents", lambda: _documents(seen, length))
-    before = int(seen.last[0, 0, 0])
     for document in documents:
-        rows, first, _, end, start = document
-        states = (tensor[rows, :, start : before + end] for tensor in (key, value))
-        tokens = slice(first, end)
-        _of_document(out[rows, tokens], query[rows, :, tokens], *states, on[rows, tokens], document, scaling, always)
+        _write_document(out, call, on, document, always)
     if alone is not None:
-        out = torch.where(alone[..., None, None], _of_lone(value, seen, heads), out)
+        out = torch.where(alone[..., None, None], _of_lone(call.value, seen, heads), out)
     off = ~on[:, seen.lead :]
     if not seen.window:
         return out.masked_fill_(~on.unsqueeze(-1), 0)
@@ -169,23 +164,19 @@ def _in_inference(call: Call, on: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _of_document(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    on: torch.Tensor,
-    document: _Document,
-    scaling: float,
-    always: tuple[int, ...],
+def _write_document(
+    out: torch.Tensor, call: Call, on: torch.Tensor, document: _Document, always: tuple[int, ...]
 ) -> None:
     """Write full attention of one document to `out` `[B, T, H, D]` where heads are on.
 
-    A head is computed for all queries if selecting the ones that are on, `[B, T, H]`, would not save time. The last of
-    the keys `[B, KV, S, D]` belongs to the last query.
+    A head is computed for all queries if selecting the ones that are on, `[B, T, H]`, would not save time.
     """
+    rows, first, middle, end, start = document
+    keys = slice(start, int(call.seen.last[0, 0, 0]) + end)  # the last of them belongs to the last query
+    out, on, query = out[rows, first:end], on[rows, first:end], call.query[rows, :, first:end]
+    key, value, scaling = call.key[rows, :, keys], call.value[rows, :, keys], call.scaling
     batch, heads, length, _ = query.shape
-    lead = document.middle - document.first
+    lead = middle - first
     counts = on[:, lead:].sum((0, 1)).tolist()
     overhead = _OVERHEAD_AMX if key.dtype == torch.bfloat16 and _has_amx() else _OVERHEAD
     least = batch * (length - lead - overhead) if length >= _LEAST_QUERIES else 0

@@ -22,11 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serve until interrupted.
-
-    Raises:
-        UserError: there is no such model, or the server's packages are missing.
-    """
+    """Serve until interrupted. Raises `UserError` where there is no such model, or packages are missing."""
     from transformers.utils.import_utils import is_serve_available
 
     from moh_llm.evaluation.models import check_model

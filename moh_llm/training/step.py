@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 
 from moh_llm.flops import distant_keys
@@ -37,6 +36,7 @@ from moh_llm.training.losses import (
 )
 from moh_llm.training.networks import full_shape, trained_weights
 from moh_llm.training.reference import Reference
+from moh_llm.training.zero import by_deepspeed
 
 WARMUP_FROM = 1e-5  # learning rate of the first step of warm-up
 BETAS = 0.9, 0.95  # of AdamW
@@ -218,7 +218,7 @@ def accumulate_gradients(
     losses = StepLosses(*accelerator.reduce(means, "sum").tolist())
     if budget is not None:
         budget.slope = float(accelerator.reduce(budget.take_gradient(), "sum")) / accelerator.num_processes
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if by_deepspeed(accelerator):
         return losses, float(model.get_global_grad_norm() or 0.0)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     norm = accelerator.clip_grad_norm_(trained, config.optimizer.max_grad_norm or math.inf)
