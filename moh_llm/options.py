@@ -43,7 +43,8 @@ def _place(value: Any) -> str:
     return expand_home(value)
 
 
-def _several(value: Any) -> Any:
+def as_tuple(value: Any) -> Any:
+    """A list as a tuple, one text or path alone as a tuple of one; other values stay, for the type to refuse."""
     return (value,) if isinstance(value, str | os.PathLike) else tuple(value) if isinstance(value, list) else value
 
 
@@ -57,9 +58,9 @@ Place = Annotated[str, PlainValidator(_place)]
 """A path or Hub id, with ``~`` expanded."""
 Folder = Annotated[Path, PlainValidator(lambda value: Path(_place(value)))]
 """A local path, with ``~`` expanded."""
-Places = Annotated[tuple[Place, ...], BeforeValidator(_several)]
+Places = Annotated[tuple[Place, ...], BeforeValidator(as_tuple)]
 """Several of them; one alone is a list of one."""
-Names = Annotated[tuple[str, ...], BeforeValidator(_several)]
+Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 Pair = Annotated[tuple[float, float], BeforeValidator(_pair)]
 
 

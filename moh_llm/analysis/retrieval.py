@@ -45,9 +45,7 @@ def make_prompt(
 
     Args:
         text: tokens of ordinary text, at least `length`.
-        length: tokens of the prompt.
         distances: in tokens, from the start of what is to be found to the start of its repetition; at most twelve.
-        tokenizer: encodes the sentences.
         seed: draws strings, names and numbers.
 
     Raises:

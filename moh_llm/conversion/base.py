@@ -96,12 +96,9 @@ class BaseCheckpoint:
 
 
 def open_base(name: str, revision: str | None = None, paper_preset: bool = False) -> BaseCheckpoint:
-    """Find a base and check that it can be converted.
+    """Find a base (a local folder, Hub id, or Hub id@revision) and check that it can be converted.
 
-    Args:
-        name: local folder, Hub id, or Hub id@revision.
-        revision: branch, tag or commit on the Hub.
-        paper_preset: whether the preset "paper" is asked for, which accepts configs with remote code.
+    With ``paper_preset`` configs with remote code are accepted.
 
     Raises:
         UserError: no such folder or model; missing, truncated, quantised or unexpected weights; an architecture that

@@ -263,11 +263,7 @@ class LayerFitter:
     def _fit_fallback(self, weights: torch.Tensor) -> _Fallback | None:
         """Weighted least squares of H_h = b_h + (level_h + share_h a_h(x)) v over fitted tokens.
 
-        Args:
-            weights: per head and fitted token, `[H, N']`.
-
-        Returns:
-            share `[H]`, level `[H]`, b `[H, D]`; None without fallbacks.
+        Given weights `[H, N']` of the tokens, returns share `[H]`, level `[H]`, b `[H, D]`; None without fallbacks.
         """
         if not self.fallback:
             return None

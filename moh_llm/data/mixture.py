@@ -13,20 +13,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from moh_llm.errors import UserError, shown_in, without_passwords
+from moh_llm.options import as_tuple
 from moh_llm.reading import expand_home, is_path, read_yaml
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _LOCATIONS = ("files", "hub", "url_list", "builtin")
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "multiple_argument_values")  # error types of pydantic
 _Made = TypeVar("_Made")
-
-
-def _listed(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-
-
 _Text = Annotated[str, Field(min_length=1)]
-_Paths = Annotated[tuple[_Text, ...], BeforeValidator(_listed)]  # one path or several
+_Paths = Annotated[tuple[_Text, ...], BeforeValidator(as_tuple)]  # one path or several
 
 
 @checked_dataclass(frozen=True, config=_STRICT)

@@ -22,7 +22,6 @@ from moh_llm.records.evaluation import (
     ModelRecord,
     Row,
     SuiteRecord,
-    Value,
 )
 
 
@@ -127,7 +126,12 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
     if "base" in found:
         for label in figures.keys() - {"base"}:
             delta = statistics.difference(found[label].strata, found["base"].strata)
-            _compare(figures[label], figures["base"], statistics.value_of(delta, -1, 1))
+            model, base, delta = figures[label], figures["base"], statistics.value_of(delta, -1, 1)
+            model.delta, model.recovery = delta, statistics.kept_share(model, base, delta)
+            if model.margin is not None and base.margin is not None:
+                model.at_chance = statistics.is_at_chance(base.margin)
+                if not model.at_chance:
+                    model.margin_kept = statistics.kept_share(model.margin, base.margin, delta)
     return Row(
         name=name,
         shots=benchmark.shots,
@@ -158,15 +162,6 @@ def _figures(result: Score, chances: statistics.Strata | None) -> Figures:
         tasks={task: {"value": 100 * value, "items": items} for task, (value, items) in result.tasks.items()},
         margin=None if margins is None else statistics.value_of(margins, -chance, 1 - chance),
     )
-
-
-def _compare(model: Figures, base: Figures, delta: Value) -> None:
-    """Fill what a model's figures say of its base's on the same items."""
-    model.delta, model.recovery = delta, statistics.kept_share(model, base, delta)
-    if model.margin is not None and base.margin is not None:
-        model.at_chance = statistics.is_at_chance(base.margin)
-        if not model.at_chance:
-            model.margin_kept = statistics.kept_share(model.margin, base.margin, delta)
 
 
 def _model(result: ModelScores, base: ModelScores | None) -> ModelRecord:

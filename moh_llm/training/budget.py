@@ -41,7 +41,6 @@ def distant_keys_read(
 
     Args:
         router_logits: scores `[B, L, U]` of each layer's routed groups.
-        routers: the layers' routers.
         distant: `distant_keys` `[B, L]`.
 
     Returns:
@@ -59,12 +58,6 @@ def distant_keys_read(
         change = (soft * (1 - soft)).detach().sum(-1) * router.group_size
         slope = slope + (weights * change).sum().to(slope.device)
     return read / heads, slope / heads
-
-
-def share_of_distant_keys(config: MoHLlamaConfig, keys: float, length: int) -> float:
-    """The inverse of `share_of_keys`."""
-    near = fallback_keys(config, length)
-    return (keys - near) / (1 - near)
 
 
 def planned_share(config: MoHLlamaConfig) -> float:
@@ -127,7 +120,8 @@ def make_budget(config: TrainConfig, network: MoHLlamaForCausalLM, device: torch
         return None
     target, asked, length = planned_share(network.config), config.objective.keys, config.data.sequence_length
     if asked is not None:
-        target = share_of_distant_keys(network.config, asked, length)
+        near = fallback_keys(network.config, length)
+        target = (asked - near) / (1 - near)  # the inverse of `share_of_keys`
         always = sum(router.num_shared for router in network.routers) / sum(r.num_heads for r in network.routers)
         if target <= always:
             least = share_of_keys(network.config, always, length)

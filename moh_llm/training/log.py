@@ -38,7 +38,6 @@ def step_line(
     Numbers that are not finite become None.
 
     Args:
-        step, losses, gradient_norm, config: the step, what it measured, and the recipe.
         beta: weight of the load-balance loss; None: there is none.
         rates: learning rates by their names in the log.
         began: when the step began, by `time.perf_counter`.

@@ -59,7 +59,6 @@ class TrainingStep(nn.Module):
         student: a MoH model, or one with adapters (peft).
         teacher: the reference, frozen. None where there is none, or where the student is the reference: its base is
             frozen, and without adapters and with all heads on it is the model that the run began with.
-        objective: which loss.
         reference: what the student is compared with.
     """
 
