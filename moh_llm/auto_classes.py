@@ -3,8 +3,7 @@
 `moh_llm.modeling` and `moh_llm.attention` register themselves, but take seconds to import, since they need torch; and
 they cannot be imported while transformers is in the middle of importing its own models. So transformers' list of
 configurations gets an entry that imports the one when a MoH model is first asked for, and its list of attention
-functions one that imports the other. The lists are found whichever of the two packages
-is imported first.
+functions one that imports the other. The lists are found whichever of the two packages is imported first.
 """
 
 import importlib

@@ -11,7 +11,6 @@ number of threads, where `moh_llm` is, and where to write the tensors and the re
 """
 
 import contextlib
-import importlib.abc
 import json
 import os
 import subprocess
@@ -267,15 +266,6 @@ def observe_images(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
 # ---- the clean process
 
 
-class Blocked(importlib.abc.MetaPathFinder):
-    """Refuses the import of `moh_llm`, installed or not."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        """Raise ImportError for `moh_llm`; leave other packages to the other finders."""
-        if fullname.partition(".")[0] == "moh_llm":
-            raise ModuleNotFoundError(f"No module named {fullname!r} (blocked)", name=fullname)
-
-
 def main(request: dict[str, Any]) -> None:
     """Load the folder by its own code, and write its outputs and a record."""
     folder, fields, options = Path(request["folder"]), request["fields"], {"trust_remote_code": True}
@@ -283,7 +273,7 @@ def main(request: dict[str, Any]) -> None:
     if is_dit:
         sys.path.append(request["package"])
     else:
-        sys.meta_path.insert(0, Blocked())
+        sys.modules["moh_llm"] = None  # type: ignore[assignment] # its import fails, installed or not
     import torch
     import transformers
     from safetensors.torch import save_file
