@@ -84,14 +84,8 @@ class Comparison:
 
     def figures(self) -> dict[str, Any]:
         """The figures that records keep."""
-        return {
-            "perplexity": self.perplexity,
-            "perplexity_ratio": self.perplexity_ratio,
-            "ratio_interval": self.ratio_interval,
-            "kl": self.kl,
-            "kl_interval": self.kl_interval,
-            "top1_agreement": self.top1_agreement,
-        }
+        names = ("perplexity", "perplexity_ratio", "ratio_interval", "kl", "kl_interval", "top1_agreement")
+        return {name: getattr(self, name) for name in names}
 
 
 def logits_of(model: torch.nn.Module) -> LogitsOf:

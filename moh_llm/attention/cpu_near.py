@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from moh_llm.attention.call import Call
 from moh_llm.attention.cpu_parts import flash_attention, flash_gradients, kept, places_of, sums_dtype, take
-from moh_llm.modeling.interval_attention_moh import Distant
+from moh_llm.modeling.interval_attention_moh import Distant, in_blocks
 from moh_llm.modeling.seen_moh import Seen
 
 _BLOCK = 128  # most queries of a block: smaller blocks read fewer hidden keys, but copy each key more often
@@ -44,7 +44,7 @@ class Band(NamedTuple):
         )
         block = min(last.shape[1], seen.window, _BLOCK)
         width = -(-(seen.sinks + seen.window + block - 1) // _MULTIPLE) * _MULTIPLE
-        last, start, near, sink_end = (_in_blocks(tensor, block) for tensor in (last, start, near, sink_end))
+        last, start, near, sink_end = (in_blocks(tensor, block) for tensor in (last, start, near, sink_end))
         band = last[:, :, :1] - seen.window + 1 + torch.arange(width - seen.sinks)
         sinks = start[:, :, :1] + torch.arange(seen.sinks)
         index = torch.cat([sinks, band.expand(len(sinks), -1, -1, -1)], dim=-1)  # [B or 1, N, 1, K]
@@ -70,13 +70,6 @@ class Band(NamedTuple):
             found = by_token.gather(1, index[:, :, None, None].expand(-1, -1, *by_token.shape[2:]))
         found = found.unflatten(1, (count, width)).transpose(2, 3).flatten(0, 1)
         return found if first else take(found, 1, groups)
-
-
-def _in_blocks(tensor: torch.Tensor, block: int) -> torch.Tensor:
-    """Split `[B, T, ...]` into blocks `[B, N, block, ...]`, repeating the last entry to fill the last block."""
-    if missing := -tensor.shape[1] % block:
-        tensor = torch.cat([tensor, tensor[:, -1:].expand(-1, missing, *tensor.shape[2:])], dim=1)
-    return tensor.unflatten(1, (-1, block))
 
 
 def near_attention(call: Call, heads: Iterable[int]) -> tuple[list[int], torch.Tensor]:

@@ -117,16 +117,8 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
     config.tie_word_embeddings = tensors.tied
     weight_map = tensors.weight_map
     shards = [shard for shard in shards if shard.name in set(weight_map.values())]
-    return BaseCheckpoint(
-        name=name,
-        folder=folder,
-        revision=commit,
-        is_moh=fields["model_type"] == "moh_llama",
-        config=config,
-        shards=shards,
-        weight_map=weight_map,
-        note=tensors.note,
-    )
+    is_moh = fields["model_type"] == "moh_llama"
+    return BaseCheckpoint(name, folder, commit, is_moh, config, shards, weight_map, tensors.note)
 
 
 def holds_image_model(name: str) -> bool:
@@ -154,11 +146,6 @@ def accompanying(folder: Path) -> list[Path]:
     )
 
 
-def is_checkpoint(found: BaseCheckpoint, recorded: Base) -> bool:
-    """Whether ``found`` has the weights of the checkpoint that a record names."""
-    return recorded.dense_sha256 == found.dense_sha256
-
-
 def locate(name: str, revision: str | None = None) -> tuple[Path, str | None]:
     """The folder of a model, and its commit on the Hub. Raises UserError where there is none."""
     folder = Path(expand_home(name))
@@ -167,8 +154,6 @@ def locate(name: str, revision: str | None = None) -> tuple[Path, str | None]:
     hub_id, at, named = name.partition("@")
     if at and named and "://" not in name and not folder.exists():  # an address may have a password
         name, revision = hub_id, named
-    if folder.exists():
-        raise UserError(f"{name} is a file; name the folder that holds config.json and the weights")
     check_place(name)
 
     from huggingface_hub import snapshot_download

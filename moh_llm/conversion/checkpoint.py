@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -97,8 +98,7 @@ def write_description(
 
 
 def _rewrite_shard(source: Path, target: Path, kept: Collection[str], dtype: torch.dtype | None) -> None:
-    with safe_open(source, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys() if name in kept}  # noqa: SIM118 (not a dict)
+    tensors = {name: tensor for name, tensor in load_file(source).items() if name in kept}
     if dtype is not None:
         tensors = {name: cast_weight(t, dtype, f"{source}: {name}") for name, t in tensors.items()}
     save_tensors(tensors, target)
@@ -167,8 +167,7 @@ def widen(base: BaseCheckpoint, widening: Widening, folder: Path) -> BaseCheckpo
     shards = [folder / shard.name for shard in base.shards]
     for shard, target in zip(base.shards, shards, strict=True):
         if any(base.weight_map.get(name) == shard.name for name in _TABLES):
-            with safe_open(shard, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            tensors = load_file(shard)
             for name in tensors.keys() & set(_TABLES):
                 tensors[name] = _widened(tensors[name], widening, known, pieces)
             save_tensors(tensors, target)

@@ -65,8 +65,6 @@ def check_model(model: str) -> None:
         if read_seal(folder) is None:
             read_conversion(folder)  # a malformed one is reported before hours of scoring
         return
-    if folder.exists():
-        raise UserError(f"{model} is a file; name the model's folder")
     check_place(model)
     from transformers import AutoConfig
 
@@ -147,14 +145,14 @@ def other_base(records: FolderRecords | None, base: str, revision: str | None) -
     if conversion is None:
         return None
     recorded = conversion.base
-    from moh_llm.conversion.base import is_checkpoint, open_base
+    from moh_llm.conversion.base import open_base
 
     if not Path(base).is_dir():
         same = (recorded.name, recorded.revision) == (base, revision)
     else:
         try:
             found = open_base(base)
-            same = not found.is_moh and is_checkpoint(found, recorded)
+            same = not found.is_moh and found.dense_sha256 == recorded.dense_sha256
         except UserError:  # no model that can be converted
             same = False
     return None if same else recorded.label

@@ -202,15 +202,9 @@ def near_attention(
     batch, heads, length, size = query.shape
     groups, count = key.shape[1], key.shape[2]
     block = min(length, seen.window, _BLOCK) if seen.is_consecutive else 1
-    missing = -length % block
-
-    def blocks(tensor: Tensor) -> Tensor:
-        """Split `[B or 1, T, ...]` into blocks `[B or 1, N, block, ...]`; the last block repeats the last query."""
-        if missing:
-            tensor = torch.cat([tensor, tensor[:, -1:].expand(-1, missing, *tensor.shape[2:])], dim=1)
-        return tensor.unflatten(1, (-1, block))
-
-    last, start, near, sink_end = (blocks(tensor) for tensor in (seen.last, seen.start, seen.near, seen.sink_end))
+    last, start, near, sink_end, hidden = (
+        in_blocks(tensor, block) for tensor in (seen.last, seen.start, seen.near, seen.sink_end, seen.hidden)
+    )
     band = last[:, :, :1] - seen.window + 1 + torch.arange(seen.window - 1 + block, device=key.device)
     sinks = start[:, :, :1] + torch.arange(seen.sinks, device=key.device)
     index = torch.cat([sinks, band.expand(len(sinks), -1, -1, -1)], dim=-1)  # [B or 1, N, 1, K]
@@ -229,13 +223,13 @@ def near_attention(
             found = by_token.gather(1, places)
         return found.unflatten(1, index.shape[1:]).transpose(2, 3).flatten(0, 1)
 
-    queries, keys, values = blocks(query.transpose(1, 2)), taken(key), taken(value)
+    queries, keys, values = in_blocks(query.transpose(1, 2), block), taken(key), taken(value)
     if distant is not None:
         score = (distant[0] + _log(seen.hidden, query.dtype)) / scaling
-        queries = torch.cat([queries, blocks(score.to(query.dtype)).unsqueeze(-1)], dim=-1)
+        queries = torch.cat([queries, in_blocks(score.to(query.dtype), block).unsqueeze(-1)], dim=-1)
         queries, keys, values = pad(queries, (0, _WIDER - 1)), *(pad(s, (0, _WIDER, 0, 1)) for s in (keys, values))
         keys[..., -1, size] = values[..., -1, size] = 1
-        shows = torch.cat([shows, blocks(seen.hidden).expand(len(shows), -1, -1, -1) > 0], dim=-1)
+        shows = torch.cat([shows, hidden.expand(len(shows), -1, -1, -1) > 0], dim=-1)
     shared = heads // groups
     queries = queries.flatten(0, 1).unflatten(2, (groups, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = shows.expand(batch, -1, -1, -1).flatten(0, 1).repeat(1, shared, 1).unsqueeze(1)
@@ -244,6 +238,13 @@ def near_attention(
     if distant is None:
         return out
     return out[..., :size] + out[..., size : size + 1] * distant[1].to(out.dtype)
+
+
+def in_blocks(tensor: Tensor, block: int) -> Tensor:
+    """Split `[B, T, ...]` into blocks `[B, N, block, ...]`, repeating the last entry to fill the last block."""
+    if missing := -tensor.shape[1] % block:
+        tensor = torch.cat([tensor, tensor[:, -1:].expand(-1, missing, *tensor.shape[2:])], dim=1)
+    return tensor.unflatten(1, (-1, block))
 
 
 def _near_of_requests(

@@ -28,8 +28,10 @@ def may_be_hub_id(name: str) -> bool:
 
 def check_place(name: str | Path) -> None:
     """Raise UserError for a name that is neither a folder nor `may_be_hub_id`."""
-    if not Path(name).is_dir() and not may_be_hub_id(str(name)):
-        raise UserError(f"folder {name} does not exist; name a model's folder or a Hub id such as owner/name")
+    place = Path(name)
+    if not place.is_dir() and (place.exists() or not may_be_hub_id(str(name))):
+        fault = f"{name} is a file" if place.exists() else f"folder {name} does not exist"
+        raise UserError(f"{fault}; name a model's folder or a Hub id such as owner/name")
 
 
 def licence_texts(folder: Path) -> list[Path]:

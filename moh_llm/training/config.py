@@ -11,11 +11,6 @@ Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_atte
 GateGradient = Literal["exact", "sampled", "none"]
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise UserError(message)
-
-
 @options("data")
 class DataConfig:
     """Text, and how much of it each step reads."""
@@ -34,10 +29,9 @@ class DataConfig:
     """Sequences per forward pass. The rest of a step is accumulated, with the same result. Scoring uses it, too."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.batch_size % self.micro_batch_size == 0,
-            f"data.batch_size={self.batch_size} must be a multiple of data.micro_batch_size={self.micro_batch_size}",
-        )
+        if self.batch_size % self.micro_batch_size:
+            size = f"data.batch_size={self.batch_size}"
+            raise UserError(f"{size} must be a multiple of data.micro_batch_size={self.micro_batch_size}")
 
 
 @options("images")
@@ -127,7 +121,8 @@ class LoraConfig:
     """Linear layers that get an adapter."""
 
     def __post_init__(self) -> None:
-        _require(len(self.target_modules) > 0, "lora.target_modules is empty; name at least one, for example q_proj")
+        if not self.target_modules:
+            raise UserError("lora.target_modules is empty; name at least one, for example q_proj")
 
 
 @options("evaluation")
@@ -155,11 +150,9 @@ class CheckpointConfig:
     """Keep the checkpoints after multiples of this many steps for good; 0: none."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.milestone_every % self.save_steps == 0,
-            f"checkpoint.milestone_every={self.milestone_every} must be a multiple of "
-            f"checkpoint.save_steps={self.save_steps}",
-        )
+        if self.milestone_every % self.save_steps:
+            every = f"checkpoint.milestone_every={self.milestone_every}"
+            raise UserError(f"{every} must be a multiple of checkpoint.save_steps={self.save_steps}")
 
 
 @options("hub")
@@ -170,7 +163,8 @@ class HubConfig:
     """Repository that gets the tuned model, `ORG/NAME`. One that is private stays so."""
 
     def __post_init__(self) -> None:
-        _require("/" in self.repo_id, f"hub.repo_id={self.repo_id} must name a repository on the Hub, ORG/NAME")
+        if "/" not in self.repo_id:
+            raise UserError(f"hub.repo_id={self.repo_id} must name a repository on the Hub, ORG/NAME")
 
 
 @options()
@@ -229,21 +223,17 @@ class TrainConfig:
     knows."""
 
     def __post_init__(self) -> None:
-        warmup = self.schedule.warmup_steps
-        _require(
-            warmup <= self.max_steps,
-            f"schedule.warmup_steps={warmup} must not exceed max_steps={self.max_steps}; lower it or train longer",
-        )
-        last, highest = self.schedule.final_learning_rate, self.optimizer.learning_rate
-        _require(
-            last <= highest,
-            f"schedule.final_learning_rate={last} must not exceed optimizer.learning_rate={highest}; lower it too",
-        )
-        _require(
-            not self.freeze_base or self.lora is None,
-            "freeze_base=true leaves no weight for adapters: set lora to null, or freeze_base to false, as adapters "
-            "leave the base's weights as they are, too",
-        )
+        if (steps := self.schedule.warmup_steps) > self.max_steps:
+            warmup = f"schedule.warmup_steps={steps}"
+            raise UserError(f"{warmup} must not exceed max_steps={self.max_steps}; lower it or train longer")
+        if (rate := self.schedule.final_learning_rate) > (highest := self.optimizer.learning_rate):
+            last = f"schedule.final_learning_rate={rate}"
+            raise UserError(f"{last} must not exceed optimizer.learning_rate={highest}; lower it too")
+        if self.freeze_base and self.lora is not None:
+            raise UserError(
+                "freeze_base=true leaves no weight for adapters: set lora to null, or freeze_base to false, as "
+                "adapters leave the base's weights as they are, too"
+            )
 
     @property
     def is_base_frozen(self) -> bool:

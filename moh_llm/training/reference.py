@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from moh_llm.conversion.base import BaseCheckpoint, is_checkpoint, open_base
+from moh_llm.conversion.base import BaseCheckpoint, open_base
 from moh_llm.errors import UserError
 from moh_llm.reading import expand_home, read_json
 from moh_llm.records.conversion import (
@@ -188,7 +188,7 @@ def _find_reference(
 def _open_given(name: str, model: str, recorded: Base) -> BaseCheckpoint:
     """The checkpoint that the user names. Raises UserError unless it is the recorded one."""
     found = open_base(name)
-    if not is_checkpoint(found, recorded):
+    if found.dense_sha256 != recorded.dense_sha256:
         raise UserError(
             f"base={name} holds other weights than the checkpoint that model={model} was converted "
             f"from, {recorded.label}; name that one, or drop base"
@@ -201,6 +201,6 @@ def _open_named(recorded: Base) -> BaseCheckpoint:
     if recorded.revision is None and not Path(expand_home(recorded.name)).is_dir():
         raise UserError(f"the checkpoint it was converted from is not at {recorded.name}")
     found = open_base(recorded.name, recorded.revision)
-    if not is_checkpoint(found, recorded):
+    if found.dense_sha256 != recorded.dense_sha256:
         raise UserError(f"{recorded.name} holds other weights than those it was converted from")
     return found
