@@ -20,8 +20,8 @@ from moh_llm.evaluation.models import label_models
 from moh_llm.files import check_output_folder, new_folder, write_json
 from moh_llm.intervals import interval, show_figure
 from moh_llm.locking import lock_folder
-from moh_llm.options import options_of
 from moh_llm.reading import read_json
+from moh_llm.recipe import differing
 from moh_llm.records.identity import identify
 from moh_llm.vision import load_model
 from moh_llm.vision.images import ImageSet, open_images
@@ -144,15 +144,16 @@ def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any
     Raises:
         UserError: an option has no meaning for images, or a model, the images or the output folder cannot be used.
     """
-    for name in ("suite", "compute_dtype", "log_samples", "analysis"):
-        if getattr(options, name) != options_of(EvaluationConfig)[name].default:
-            raise UserError(f"{name} has no meaning for models of images; leave it out")
+    if refused := sorted(differing(options).keys() & {"suite", "compute_dtype", "log_samples", "analysis"}):
+        raise UserError(f"{refused[0]} has no meaning for models of images; leave it out")
     if options.data_dir is None:
         raise UserError("models of images are scored on images: name them as data_dir")
     place, models = str(options.data_dir), label_models(options.models, options.base)
     device, size = choose_device(options.device), 64 if options.batch_size == "auto" else options.batch_size
     check_output_folder(options.output_dir, options.overwrite, [place, *models.values()])
-    record: dict[str, Any] = {"command": command_line, "images": place, "models": {}}
+    split = None if Path(place).exists() else place.partition(":")[2] or "train"  # of a Hub dataset
+    record: dict[str, Any] = {"command": command_line, "images": place, "split": split, "limit": options.limit}
+    record["models"] = {}
     first: dict[str, np.ndarray] = {}
     with lock_folder(options.output_dir), new_folder(options.output_dir, options.overwrite) as folder:
         for label, name in models.items():

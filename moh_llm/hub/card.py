@@ -24,13 +24,21 @@ from moh_llm.hub.checks import CARD
 from moh_llm.hub.lineage import Licence, Lineage, check_terms, find_licence, is_hub_id, read_lineage
 from moh_llm.intervals import show_documents, show_figure, show_number
 from moh_llm.modeling import MoHLlamaConfig
-from moh_llm.records.conversion import REFERENCES, Conversion, RunEntry
+from moh_llm.records.conversion import REFERENCES, Conversion, RunEntry, last_component
 from moh_llm.records.evaluation import FEWEST_ITEMS, EvaluationRecord, read_evaluation
 from moh_llm.records.identity import identify
 from moh_llm.records.model import is_image_model, read_moh_config
 from moh_llm.records.run import Scores
 from moh_llm.records.seal import add_to_seal
 from moh_llm.records.tokens import read_tokens
+
+_Facts = tuple[dict[str, Any], dict[str, Any]]  # values of a card's template, and what its metadata say
+# Task, metric and its name on the Hub. The cosine to another model's class token is no score of a task.
+_IMAGE_SCORES = {
+    "top1": ("image-classification", "accuracy", "top-1 accuracy"),
+    "top5": ("image-classification", "accuracy", "top-5 accuracy"),
+    "error": ("image-generation", "mse", "squared error to the noise"),
+}
 
 
 def build_card(
@@ -173,6 +181,28 @@ def _eval_results(report: EvaluationRecord, label: str) -> list[EvalResult]:
     return results
 
 
+def _image_results(report: dict[str, Any], label: str) -> list[EvalResult]:
+    """The same of a classifier's accuracies and a DiT's error, as in ``report.json``; none on part of the images."""
+    found, split, name = report["models"][label], report.get("split"), report["images"]
+    if report.get("limit", 0) is not None or found["count"] < FEWEST_ITEMS:
+        return []
+    name = _plain_name(name.partition(":")[0] if split else last_component(name))
+    return [
+        EvalResult(
+            task_type=task,
+            dataset_type=name,
+            dataset_name=name,
+            dataset_split=split and _plain_name(split),
+            metric_type=kind,
+            metric_name=metric,
+            metric_value=found["scores"][score]["value"]["value"],
+            verified=False,
+        )
+        for score, (task, kind, metric) in _IMAGE_SCORES.items()
+        if score in found["scores"]
+    ]
+
+
 def _plain_name(value: str) -> str:
     """A name without markup, since the Hub's pages may show it unescaped."""
     return " ".join(re.sub(r"[^\w .,:;()+/@=%-]", " ", plain(value)).split())[:100] or "-"
@@ -195,9 +225,7 @@ def _hub_datasets(run: TrainingRun | None) -> list[str]:
 # ---- values of the template, and what metadata say of a kind of model
 
 
-def _describe_text(
-    fields: dict[str, Any], lineage: Lineage, evaluation: Path | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _describe_text(fields: dict[str, Any], lineage: Lineage, evaluation: Path | None) -> _Facts:
     config = MoHLlamaConfig(**{key: value for key, value in fields.items() if key != "model_type"})
     made = lineage.conversion
     report, label = read_scores(evaluation, lineage.folder) if evaluation else (None, "")
@@ -218,14 +246,13 @@ def _describe_text(
     return values, {"eval_results": results, "library_name": "transformers", "pipeline_tag": "text-generation"}
 
 
-def _describe_images(
-    fields: dict[str, Any], lineage: Lineage, evaluation: Path | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _describe_images(fields: dict[str, Any], lineage: Lineage, evaluation: Path | None) -> _Facts:
     from moh_llm.conversion.images import describe_figures, describe_plan  # need a newer transformers than text
     from moh_llm.evaluation.images import read_scores as read_image_scores
     from moh_llm.vision import model_class
 
     report, label = read_image_scores(evaluation, lineage.folder) if evaluation else (None, "")
+    results = _image_results(report, label) if report else []
     made, architecture = lineage.conversion, model_class(lineage.folder).__name__
     values = {
         "config": fields,
@@ -235,12 +262,14 @@ def _describe_images(
         "has_processor": (lineage.folder / "preprocessor_config.json").is_file(),
         "report": report,
         "label": label,
+        "in_index": bool(results),
+        "fewest_items": FEWEST_ITEMS,
         "unit": "images",
     }
     if "_class_name" in fields:
-        return values, {"eval_results": [], "library_name": "diffusers"}
+        return values, {"eval_results": results, "library_name": "diffusers"}
     task = "image-classification" if "Classification" in architecture else "image-feature-extraction"
-    return values, {"eval_results": [], "library_name": "transformers", "pipeline_tag": task}
+    return values, {"eval_results": results, "library_name": "transformers", "pipeline_tag": task}
 
 
 def _kept(config: MoHLlamaConfig, lineage: Lineage) -> Table:

@@ -22,6 +22,7 @@ from moh_llm.hub.checks import check_files
 from moh_llm.hub.proof import encode_images, observe_images, prove
 from moh_llm.records.seal import find_changes, read_seal
 from moh_llm.vision import CODE, load_model
+from moh_llm.vision.images import open_images
 
 PROCESSOR = {"size": 8, "crop_size": 8, "image_mean": [0.4], "image_std": [0.5], "do_convert_rgb": False}
 LICENCE = "---\nlicense: mit\n---\n"
@@ -216,6 +217,41 @@ def test_a_dense_model_of_a_run_has_no_card(made, tmp_path, capsys):
     assert not (tmp_path / "run/model/README.md").exists() and "was not written" not in capsys.readouterr().out
     with pytest.raises(UserError, match="has model_type=vit, not moh_llama"):
         moh_llm.train(recipe(made("vit-base"), tmp_path / "two", made("images"), hub__repo_id="org/moh", **how))
+
+
+@pytest.mark.parametrize("name", ["vit", "dit"])
+def test_the_hub_gets_the_scores_of_the_report(name, tmp_path, monkeypatch):
+    if name == "dit":
+        pytest.importorskip("diffusers")
+    model = {"vit": save_vit, "dit": save_dit}[name](tmp_path / name, **ROUTED)
+    places = {"photos": write_idx(tmp_path / "photos", 100), "org/photos:test": write_idx(tmp_path / "few", 99)}
+    opened = {place: open_images(str(path), model, labelled=True) for place, path in places.items()}
+
+    def results(place, **how):
+        """What the Hub finds in the card, as it is written, and the scores of the report."""
+        monkeypatch.setattr("moh_llm.evaluation.images.open_images", lambda *_, **__: opened[place])
+        given = tmp_path / "given" / "photos" if place == "photos" else place
+        report = moh_llm.evaluate(model, data_dir=given, output_dir=tmp_path / "report", overwrite=True, **how)
+        card = build_card(model, "org/moh", evaluation=tmp_path / "report", licence="mit")
+        (tmp_path / "README.md").write_text(card)
+        found = ModelCard.load(tmp_path / "README.md").data
+        assert ("are not in the card's model-index" in card) == (not found.eval_results)
+        assert not found.eval_results or found.model_name == "moh"
+        return found.eval_results, report["models"]["model"]["scores"]
+
+    (tmp_path / "given" / "photos").mkdir(parents=True)
+    found, scores = results("photos")
+    names = {"top-1 accuracy": "top1", "top-5 accuracy": "top5", "squared error to the noise": "error"}
+    assert len(found) == {"vit": 2, "dit": 1}[name]
+    for result in found:
+        assert result.metric_value == scores[names[result.metric_name]]["value"]["value"]
+        kind = {"vit": ("image-classification", "accuracy"), "dit": ("image-generation", "mse")}[name]
+        assert (result.task_type, result.metric_type, result.verified) == (*kind, False)
+        assert (result.dataset_type, result.dataset_name, result.dataset_split) == ("photos", "photos", None)
+    assert not results("photos", limit=100)[0] and not results("org/photos:test")[0]
+    opened["org/photos:test"] = opened["photos"]
+    [first, *_] = results("org/photos:test")[0]
+    assert (first.dataset_type, first.dataset_split) == ("org/photos", "test")
 
 
 def test_a_card_without_records_says_so(tmp_path):
