@@ -1,5 +1,6 @@
 """The commands and programs of README and docs, as they stand there, on a tiny base and without a network."""
 
+import gzip
 import json
 import re
 import shlex
@@ -9,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from PIL import Image
 from tiny import save_model
+from tiny_images import write_idx
 
 from moh_llm.cli import main
 
@@ -129,3 +133,29 @@ def test_what_the_pages_say_runs_one_after_the_other(folder, capsys, one_thread)
     for module in ("lm_eval", "trl", "bitsandbytes"):
         pytest.importorskip(module)
     assert run_pages(PAGES, capsys) > 25
+
+
+@pytest.mark.slow
+def test_what_the_page_of_images_says_runs(folder, capsys, one_thread):
+    """On a tiny DINOv2 and a toy of the published plan; Python there has no images, and is not run."""
+    from transformers import BitImageProcessorPil, Dinov2Config, Dinov2Model
+
+    base = Path("out/vision/dinov2-small")
+    size = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "image_size": 28, "patch_size": 14}
+    Dinov2Model(Dinov2Config(**size, initializer_range=0.3)).save_pretrained(base)
+    BitImageProcessorPil(size={"shortest_edge": 28}, crop_size=28).save_pretrained(base)
+    (images := Path("out/vision/fashion-mnist")).mkdir()
+    for split in ("train", "t10k"):
+        for path in write_idx(folder / split, 40).parent.iterdir():
+            (images / f"{split}-{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    plan = yaml.safe_load(Path("recipes/architectures/moh_vit_s_75.yaml").read_text())
+    toy = {"hidden_size": 24, "intermediate_size": 32, "image_size": 32, "num_labels": 2}
+    Path("moh_vit.yaml").write_text(yaml.safe_dump(plan | toy))
+    for name in ("train/cat/1", "train/cat/2", "train/dog/1", "train/dog/2", "test/cat/1", "test/dog/1"):
+        (path := Path(f"photos/{name}.png")).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 36), "red" if "cat" in name else "blue").save(path)
+    words = [line for language, text in blocks("docs/vision.md") if language == "bash" for line in commands(text)]
+    for line in words:
+        run(line, capsys)
+    assert [line[1] for line in words] == ["convert", "convert", "train", "init", "train", "evaluate", "publish"]
+    assert json.loads(Path("out/moh_vit/model/config.json").read_text())["id2label"] == {"0": "cat", "1": "dog"}

@@ -174,6 +174,9 @@ class ImageTraining(Training):
             place and ImageStream(open_images(place, Path(config.model), kind == "cross_entropy"), config.seed)
             for place in (config.images.train, config.images.held_out)
         )
+        if kind == "cross_entropy" and network.config.id2label[0] == "LABEL_0":  # names that stand for none
+            network.config.id2label = dict(enumerate(self.stream.images.class_names))
+            network.config.label2id = {name: number for number, name in network.config.id2label.items()}
         self.run.check_data(self.facts()["data"])
         step = ImageStep(network, teacher, config).to(accelerator.device)
         optimizer, decay = make_optimizer(network, config), config.images.ema_decay

@@ -98,9 +98,11 @@ class Run:
     def check_data(self, data: dict[str, Any]) -> None:
         """Raise UserError unless the run began with the same tokens, which ``data`` identifies."""
         if self.record.data not in (None, data):
+            images, mixture = self.record.config["images"], self.record.config["data"]["mixture"]
+            what = f"images.train={images['train']}" if images else f"the text of data.mixture={mixture}"
             raise UserError(
-                f"the text of data.mixture={self.record.config['data']['mixture']} is not what the run in "
-                f"{self.folder} began with; restore it, name a new --output-dir, or pass --overwrite to start anew"
+                f"{what} is not what the run in {self.folder} began with; restore it, name a new --output-dir, or pass "
+                "--overwrite to start anew"
             )
 
     def begin(self, **facts: Any) -> None:

@@ -88,7 +88,7 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
     if place.endswith(".safetensors"):
         return _open_latents(place, fields)
     processor, channels, size = _processor(model, fields)
-    opened = _open_idx(Path(place)) if Path(place).is_file() else _open_dataset(place)
+    opened = _open_idx(Path(place)) if Path(place).is_file() else open_dataset(place)
     images = ImageSet(place, *opened, processor, channels)
     found = list(images.batch([0]).shape[2:])  # what does not fit is found here, rather than in the midst of the work
     if found != [size, size] and "dinov2" not in fields.get("model_type", ""):
@@ -103,7 +103,9 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
         order = torch.tensor([names.index(name) for name in images.class_names])
         return replace(images, labels=order[images.labels], class_names=names)
     if len(images.class_names) != len(names):
-        raise UserError(f"{place} has {len(images.class_names)} classes, and {model} has {len(names)}")
+        key = "num_embeds_ada_norm" if "_class_name" in fields else "num_labels"
+        counts = f"{place} has {len(images.class_names)} classes, and {model} has {len(names)}"
+        raise UserError(f"{counts}; set {key} in the file that moh-llm init reads, or name other images")
     return images
 
 
@@ -147,8 +149,11 @@ def _processor(model: Path, fields: dict[str, Any]) -> tuple[Any, int, int]:
     return processor, channels, size
 
 
-def _open_dataset(place: str) -> tuple[Any, torch.Tensor | None, list[str]]:
-    """The images of a folder or a Hub dataset, their labels, and the names of the classes."""
+def open_dataset(place: str) -> tuple[Any, torch.Tensor | None, list[str]]:
+    """Rows of one image of a folder or a Hub dataset, their labels, and the names of the classes.
+
+    Raises UserError where there are no images.
+    """
     import datasets
 
     name, _, split = place.partition(":")

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file
 from transformers import Dinov2Config, Dinov2Model
 
 from moh_llm.analysis.heads import LayerPass, attention_patterns, watch
@@ -239,3 +241,31 @@ def test_data_that_is_not_there_is_one_line(tmp_path, monkeypatch):
         UserError, match="has sha256 d9298a10d1b0735837dc4bd85dac641b0f3cef27a47e5d53a54f2f3f5b2fcffa, not"
     ):
         vision_data.checked(tmp_path / "t10k-labels-idx1-ubyte.gz")
+
+
+def test_latents_are_what_the_vae_makes_of_each_image(tmp_path, capsys):
+    diffusers = pytest.importorskip("diffusers")
+    import vision_latents
+
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, sample_size=8)
+    vae.save_pretrained(tmp_path / "vae")
+    for number, name in enumerate(("cat/1.png", "cat/2.png", "dog/1.png")):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 10), (50 * number, 90, 30)).save(tmp_path / "photos" / name)
+    words = [str(tmp_path / "latents" / "train.safetensors"), "--vae", str(tmp_path / "vae"), "--batch-size", "2"]
+    assert vision_latents.main([str(tmp_path / "photos"), *words]) == 0
+    tensors = load_file(words[0])
+    assert tensors["labels"].tolist() == [0, 0, 1] and tensors["images"].dtype == torch.float16
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.cat([torch.randn(count, 4, 8, 8, generator=draw) for count in (2, 1)])
+    for number in range(3):
+        pixels = torch.tensor([50 * number, 90, 30]).view(1, 3, 1, 1).expand(1, 3, 8, 8) / 127.5 - 1
+        with torch.no_grad():
+            found = vae.encode(pixels).latent_dist
+        expected = 0.18215 * (found.mean[0] + found.std[0] * noise[number])
+        torch.testing.assert_close(tensors["images"][number].float(), expected, atol=2e-3, rtol=2e-3)
+    assert vision_latents.main([str(tmp_path / "none"), *words]) == 1
+    assert vision_latents.main([str(tmp_path / "photos"), *words[:2], str(tmp_path / "photos")]) == 1
+    said = capsys.readouterr().err
+    assert "none does not exist; name a folder of images" in said and "photos is no VAE of diffusers" in said

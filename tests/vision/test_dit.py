@@ -65,6 +65,7 @@ def test_a_processor_weighs_heads_and_hands_out_its_logits(inputs):
 # As published: heads in use, of all.
 ACTIVE = {"s2_90": (64, 72), "s2_75": (54, 72), "b2_90": (129, 144), "b2_75": (108, 144)}
 ACTIVE |= {"l2_90": (344, 384), "l2_75": (288, 384), "xl2_90": (403, 448), "xl2_75": (336, 448)}
+WEIGHTS = {"s2": 33, "b2": 131, "l2": 459, "xl2": 676}  # millions, as published
 
 
 def test_architectures_are_the_published_plans():
@@ -75,6 +76,11 @@ def test_architectures_are_the_published_plans():
             model = vision.MoHDiTTransformer2DModel(**fields)
         assert sum(router.num_heads for router in model.routers) == heads
         assert sum(router.num_active for router in model.routers) == active
+        # DiT has one embedder of timestep and class, diffusers one in each block; DiT's places are counted as weights.
+        sizes = {name: weight.numel() for name, weight in model.named_parameters()}
+        more = sum(size for weight, size in sizes.items() if ".norm1.emb." in weight and ".0." not in weight)
+        places = (model.config.sample_size // model.config.patch_size) ** 2 * model.inner_dim
+        assert round((sum(sizes.values()) - more + places) / 1e6) == WEIGHTS[name.partition("_")[0]]
     first, last = model.routers[0], model.routers[-1]  # of XL/2-75
     assert (first.num_shared, first.top_k, last.num_shared, last.top_k, last.num_heads) == (8, 0, 14, 2, 24)
 

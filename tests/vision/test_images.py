@@ -96,7 +96,8 @@ def test_bad_images_are_refused(photos, model, tmp_path):
     (photos / "dog" / "2.png").unlink()
     assert "mode RGBA; the model takes 8 bits in 1 channels" in refusal(photos, model(num_channels=1))
     assert "takes 4 channels, images have 1 or 3" in refusal(photos, model(num_channels=4))
-    assert "has 2 classes, and" in refusal(photos, model(id2label={"0": "a", "1": "b", "2": "c"}), True)
+    three = refusal(photos, model(id2label={"0": "a", "1": "b", "2": "c"}), True)
+    assert "has 2 classes, and" in three and "has 3; set num_labels in the file that moh-llm init reads" in three
     assert "has no labels; make a sub-folder" in refusal(photos / "cat", model(), True)
     (tmp_path / "empty").mkdir()
     assert "gives no images" in refusal(tmp_path / "empty")

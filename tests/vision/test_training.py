@@ -230,6 +230,17 @@ def test_distillation_lowers_the_distance_to_the_base_and_leaves_it_as_it_is(tmp
     assert not any(weight.requires_grad for weight in teacher.parameters())
 
 
+def test_a_classifier_gets_the_names_of_the_classes_unless_it_has_names(tmp_path, images) -> None:
+    model, how = save_vit(tmp_path / "vit"), {"objective__kind": "cross_entropy", "max_steps": 1}
+    moh_llm.train(recipe(model, tmp_path / "run", images, **how))
+    config = load_model(tmp_path / "run/model").config
+    assert config.id2label == {0: "0", 1: "1", 2: "2"} and config.label2id == {"0": 0, "1": 1, "2": 2}
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(fields | {"id2label": {"0": "shirt", "1": "bag", "2": "boot"}}))
+    moh_llm.train(recipe(model, tmp_path / "named", images, **how))
+    assert load_model(tmp_path / "named/model").config.id2label == {0: "shirt", 1: "bag", 2: "boot"}
+
+
 @pytest.mark.slow
 def test_two_processes_follow_the_curve_of_one(tmp_path, images) -> None:
     """Micro-batches of one image, since the load-balance loss is that of a micro-batch."""
