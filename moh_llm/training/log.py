@@ -116,7 +116,7 @@ class ProgressLine:
             return
         numbers = line.content()
         rates = {"tokens/s": line.timing.tokens_per_second, "images/s": line.timing.images_per_second}
-        parts = [f"{rate:.0f} {unit}" for unit, rate in rates.items() if rate is not None]
+        parts = [f"{rate:{'.2g' if rate < 10 else '.0f'}} {unit}" for unit, rate in rates.items() if rate is not None]
         parts += [
             f"{short} {numbers[name]:{form}}" for name, (short, form) in _SHOWN.items() if numbers.get(name) is not None
         ]

@@ -1,5 +1,6 @@
 """RULER's prompts fit into their lengths and are the same in every process, and its suite runs end to end."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -125,3 +126,13 @@ def test_a_missing_package_is_one_line(tiny_llama: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "lm_eval.tasks.ruler.niah_utils", None)
     with pytest.raises(UserError, match=r'^RULER needs wonderwords and nltk: pip install "lm-eval\[ruler\]"$'):
         prepare(load_suite("ruler"), [str(tiny_llama)], print)
+
+
+def test_shorter_prompts_are_of_the_same_tasks() -> None:
+    found = load_suite(str(Path(__file__).parents[2] / "benchmarks" / "ruler_2k.yaml")).benchmarks
+    known = {one.name: one for one in load_suite("ruler").benchmarks}
+    assert len(found) == 5
+    for one in found:
+        task = one.name.removesuffix(" 2048")
+        same = {"name": one.name, "task": one.task, "lengths": one.lengths}
+        assert one == dataclasses.replace(known[f"{task} 4096"], **same) and one.lengths == [2048]
