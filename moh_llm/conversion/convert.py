@@ -77,6 +77,12 @@ def convert(options: ConversionConfig) -> Conversion:
     sources: list[TokenizedSource] = []
     if reads_text:
         tokenizer = widening.tokenizer if widening else open_tokenizer(base.folder, base.config.vocab_size)
+        if (
+            plan.needs_calibration
+            and tokenizer.chat_template
+            and all(source.type == "text" for source in mixture.sources)
+        ):
+            say_aside("the base has a chat template: for chats add conversations to --calibration (docs/conversion.md)")
         long = length if length >= LONG_CONTEXT else None
         rows = widening.rows if widening else base.config.vocab_size
         sources = sample_mixture(mixture, tokenizer, options.calibration_tokens, wanted, long, length, rows)

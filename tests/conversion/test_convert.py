@@ -204,3 +204,22 @@ def test_a_context_beyond_the_bases_positions_is_told(make_llama, convert, tmp_p
         assert convert(base, tmp_path / asked, "--context", asked, "--preset", "paper", "--heldout-tokens", "0") == 0
         assert capsys.readouterr().err.count("is above the 64 positions") == told
     assert record_of(tmp_path / "128")["plan"]["context"] == 64
+
+
+def test_a_base_for_chats_asks_for_conversations(make_llama, convert, tmp_path, capsys):
+    base, chats = make_llama(max_position_embeddings=64), tmp_path / "chats.jsonl"
+    roles = {"user": "What is a mill? " * 40, "assistant": "It grinds. " * 40}
+    record = {"messages": [{"role": role, "content": text} for role, text in roles.items()]}
+    chats.write_text(f"{json.dumps(record)}\n" * 40)
+    mixture = tmp_path / "chats.yaml"
+    mixture.write_text(f"name: chats\nsources:\n  chats: {{weight: 1, files: {chats}, type: messages}}\n")
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }} {% endfor %}"
+    for text, of_calibration, told in (
+        (None, (), 0),
+        (template, (), 1),
+        (template, ("--calibration", str(mixture)), 0),
+    ):
+        if text is not None:
+            (base / "chat_template.jinja").write_text(text)
+        assert convert(base, tmp_path / "moh", "--overwrite", "--heldout-tokens", "0", *of_calibration) == 0
+        assert capsys.readouterr().err.count("for chats add conversations to --calibration") == told
