@@ -17,6 +17,7 @@ OUTPUT/vision.json has all runs; the same command goes on after an interruption.
 """
 
 import argparse
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel
 
 from moh_llm.analysis.heads import LayerPass, watch
-from moh_llm.analysis.record import head_similarity, measure_load
+from moh_llm.analysis.record import measure_load
 from moh_llm.files import write_json
 from moh_llm.intervals import show_figure
 from moh_llm.reading import read_json
@@ -189,6 +190,44 @@ def analyse(model: nn.Module, pixels: Tensor, labels: Tensor) -> dict[str, Any]:
         of_class = {name: pixels[labels == number] for number, name in enumerate(CLASSES)}
         parts = {name: [{"pixel_values": own}] for name, own in of_class.items()}
         found["load"] = measure_load(model, parts)["head_load_by_text"]
+    return found
+
+
+def head_similarity(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """How alike the heads of a layer are: per layer and as means over the layers, None where there are no two heads.
+
+    Patterns: 1 - 0.5 * E|A - A'|_1, the mean over pairs of heads, on or off, and over tokens. Outputs: the mean cosine
+    of what two heads give to the output projection, over tokens and pairs of heads that are both on.
+    """
+    sums = torch.zeros(len(model.routers), 4, dtype=torch.float64)  # similarity and pairs, of patterns and of outputs
+    pairs = model.config.num_attention_heads * (model.config.num_attention_heads - 1) / 2
+
+    def compare_maps(number: int, layer: nn.Module, args: tuple, out: tuple[Tensor, Tensor]) -> None:
+        for rows in out[1].transpose(1, 2).flatten(0, 1).split(1000):  # [tokens, H, T]
+            distances = torch.cdist(rows, rows, p=1).sum(dtype=torch.float64)  # of every pair twice
+            sums[number, 0] += len(rows) * pairs - distances / 4
+            sums[number, 1] += len(rows) * pairs
+
+    def compare_outputs(seen: LayerPass) -> None:
+        units = normalize(seen.heads, dim=-1) * seen.on[..., None]
+        # |sum u_i|^2 = sum |u_i|^2 + 2 * the sum over pairs, so pairs need not be formed.
+        cosines = units.sum(-2).square().sum(dtype=torch.float64) - units.square().sum(dtype=torch.float64)
+        count = seen.on.sum(-1)
+        sums[seen.layer, 2:] += torch.stack([cosines, (count * (count - 1)).sum()]) / 2
+
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # which gives the weights
+    layers = [layer for layer in model.modules() if hasattr(layer, "router")]
+    with contextlib.ExitStack() as hooks:
+        for number, layer in enumerate(layers):
+            hooks.enter_context(layer.register_forward_hook(functools.partial(compare_maps, number)))
+        watch(model, batches, compare_outputs)
+    model.set_attn_implementation(before)
+    found: dict[str, Any] = {}
+    for kind, of_kind in (("patterns", sums[:, :2]), ("outputs", sums[:, 2:])):
+        layers = found[kind] = [total / count if count else None for total, count in of_kind.tolist()]
+        known = [value for value in layers if value is not None]
+        found[f"mean_{kind}"] = sum(known) / len(known) if known else None
     return found
 
 

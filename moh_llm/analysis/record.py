@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import normalize
 from transformers import PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from moh_llm.analysis.heads import LayerPass, attention_patterns, last_routed_layer, watch
+from moh_llm.analysis.heads import LayerPass, last_routed_layer, watch
 from moh_llm.data.shards import TokenStream
 from moh_llm.data.windows import fixed_batches, stack, window
-from moh_llm.devices import synchronize, wide
+from moh_llm.devices import synchronize
 from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
 from moh_llm.metrics import Batch
@@ -32,7 +31,6 @@ from moh_llm.modeling import MoHLlamaForCausalLM, MoHLlamaPreTrainedModel
 LENGTHS = tuple(2**n for n in range(7, 18))  # tokens: 128 to 131,072
 _ROW = 512  # tokens
 _ROWS = 4  # of a batch
-_COSTLY_TOKENS = 2048  # of all texts together, where attention weights are computed
 _LONGEST_TIMED = 8192  # tokens
 _SLOW = 5.0  # seconds of all forward passes of a length, after which no longer one is timed
 _REPEATS = 3
@@ -48,8 +46,7 @@ def analyse(
     """Measure a model's heads on some texts, and its cost by length.
 
     The first `tokens_per_text` tokens of each text are read, in rows of 512 tokens or of the model's context, with each
-    document isolated; a document that is longer than a row loses its beginning. Similarity, which is costly, reads
-    equal parts of the texts, about 2,048 tokens in all.
+    document isolated; a document that is longer than a row loses its beginning.
 
     Args:
         model: a MoH model in evaluation mode, where it lies, as it is set.
@@ -72,8 +69,6 @@ def analyse(
     streams = {name: _read(tokenizer, documents, row, tokens_per_text) for name, documents in texts.items()}
     if not streams or not all(map(len, streams.values())):
         raise UserError("a text to analyse has no tokens; give more text")
-    share = max(1, _COSTLY_TOKENS // len(streams))
-    few = [batch for stream in streams.values() for batch in _batches(_first(stream, share), row)]
     lengths = [length for length in lengths if length <= context]
     return {
         "heads": model.config.num_attention_heads,
@@ -83,7 +78,6 @@ def analyse(
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         **measure_load(model, {name: _batches(stream, row) for name, stream in streams.items()}),
-        "similarity": similarity_table(model, few),
         "flops": [
             {
                 "length": length,
@@ -105,10 +99,7 @@ def _read(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], row: int
         ids = tokenizer(document, verbose=False)["input_ids"]  # verbose, it warns of every long document
         # The end holds the question, and the beginning of the next row would lack its context.
         pieces.append(np.array(ids[-row:], dtype=np.int64))
-    return _first(TokenStream.from_documents(pieces), tokens)
-
-
-def _first(stream: TokenStream, tokens: int) -> TokenStream:
+    stream = TokenStream.from_documents(pieces)
     return stream.part(0, min(tokens, len(stream)))
 
 
@@ -155,65 +146,6 @@ def measure_load(model: MoHLlamaPreTrainedModel, texts: Mapping[str, Iterable[Ba
 
 def _shares(counts: torch.Tensor, tokens: int) -> Any:
     return (counts.double() / tokens).tolist()
-
-
-def similarity_table(model: MoHLlamaPreTrainedModel, batches: Sequence[Batch]) -> dict[str, Any]:
-    """Tab. B: `head_similarity` of the model as it is set, "moh", and with all heads on, "all_heads".
-
-    With weighted scores heads keep their factor when all are on, so that later layers do not see quite what a dense
-    model's do.
-    """
-    moh = head_similarity(model, batches)
-    with model.all_heads_active():
-        return {"moh": moh, "all_heads": head_similarity(model, batches)}
-
-
-def head_similarity(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch]) -> dict[str, Any]:
-    """How alike the heads of a layer are: per layer and as means over the layers, None where there are no two heads.
-
-    Patterns: 1 - 0.5 * E|A - A'|_1, the mean over pairs of heads and over query positions of all texts; heads that are
-    off have a pattern, too. Outputs: the mean cosine between what two heads give to the output projection, over tokens
-    and pairs of heads that are both on, so that fallbacks do not count.
-
-    Raises:
-        UserError: there are no tokens.
-    """
-    # Per layer: summed similarity and number of pairs, of patterns and of outputs.
-    sums = torch.zeros(len(model.routers), 4, dtype=torch.float64)
-
-    def take(seen: LayerPass) -> None:
-        found = [*_compare_patterns(seen.patterns), *_compare_outputs(seen.heads, seen.on)]
-        sums[seen.layer] += torch.tensor(found, dtype=torch.float64)
-
-    with attention_patterns(model):
-        watch(model, batches, take)
-    found: dict[str, Any] = {}
-    for kind, pairs in (("patterns", sums[:, :2]), ("outputs", sums[:, 2:])):
-        layers = found[kind] = [total / count if count else None for total, count in pairs.tolist()]
-        known = [value for value in layers if value is not None]
-        found[f"mean_{kind}"] = sum(known) / len(known) if known else None
-    return found
-
-
-def _compare_patterns(patterns: torch.Tensor) -> tuple[float, float]:
-    """Summed similarity of all pairs of rows of attention weights `[B, H, T, T]`, and the number of pairs."""
-    texts, heads, length, _ = patterns.shape
-    pairs = texts * length * heads * (heads - 1) / 2
-    distance = 0.0
-    for text in patterns:  # one at a time: their distances need the most memory of all
-        rows = text.transpose(0, 1).to(torch.promote_types(text.dtype, torch.float32))  # [T, H, T]
-        # Every pair stands in the matrix [H, H] of distances twice.
-        distance += float(wide(torch.cdist(rows, rows, p=1)).sum()) / 2
-    return pairs - 0.5 * distance, pairs
-
-
-def _compare_outputs(heads: torch.Tensor, on: torch.Tensor) -> tuple[float, float]:
-    """Summed cosine of all pairs of heads `[B, T, H, D]` that are both on `[B, T, H]`, and the number of pairs."""
-    units = normalize(heads.to(torch.promote_types(heads.dtype, torch.float32)), dim=-1) * on.unsqueeze(-1)
-    # |sum u_i|^2 = sum |u_i|^2 + 2 * the sum over pairs, so pairs need not be formed.
-    cosines = wide(units.sum(-2).square()).sum() - wide(units.square().sum(-1)).sum()
-    count = wide(on.sum(-1))
-    return float(cosines) / 2, float((count * (count - 1)).sum()) / 2
 
 
 @torch.no_grad()

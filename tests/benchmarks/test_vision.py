@@ -1,6 +1,7 @@
 """The parts of vision transformers that MoH is compared with, against loops, and the benchmark's own arithmetic."""
 
 import gzip
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import Dinov2Config, Dinov2Model
 
-from moh_llm.analysis.heads import LayerPass, attention_patterns, watch
+from moh_llm.analysis.heads import LayerPass, watch
 from moh_llm.analysis.record import measure_load
 from moh_llm.errors import UserError
 from moh_llm.vision import MoHDinov2Config, MoHViTConfig
@@ -44,8 +45,7 @@ def images() -> torch.Tensor:
 
 def watched(model: MoHViTForImageClassification, images: torch.Tensor) -> list[LayerPass]:
     seen: list[LayerPass] = []
-    with attention_patterns(model):
-        assert watch(model, [{"pixel_values": images}], seen.append) == 6 * 5
+    assert watch(model, [{"pixel_values": images}], seen.append) == 6 * 5
     return seen
 
 
@@ -65,7 +65,6 @@ def test_a_watched_pass_over_images_is_a_loop_over_tokens_and_heads(images):
     gates = model.routers[0](x, query)[1]
     for b, t, h in ((0, 0, 0), (2, 3, 1), (5, 4, 3)):
         weights = torch.stack([query[b, t, h] @ key[b, s, h] / 2 for s in range(5)]).softmax(0)
-        torch.testing.assert_close(seen[0].patterns[b, h, t], weights)
         given = gates[b, t, h] * sum(weights[s] * value[b, s, h] for s in range(5))
         torch.testing.assert_close(seen[0].heads[b, t, h], given)
         assert seen[0].on[b, t, h] == (gates[b, t, h] != 0)
@@ -142,6 +141,27 @@ def test_the_rank_of_features():
     assert vision.rank(features) == 3
     assert vision.rank(features + 100) == 3  # the mean does not count
     assert vision.rank(torch.randn(9999, 3, generator=draw) * torch.tensor([0.95, 0.045, 0.005]).sqrt()) == 2
+
+
+@torch.no_grad()
+def test_similarities_are_those_of_loops_over_pairs(images):
+    model = make()
+    found = vision.head_similarity(model, [{"pixel_values": images[:2]}, {"pixel_values": images[2:]}])
+    assert model.config._attn_implementation == "sdpa" and not model.base_model.layers[0].attention._forward_hooks
+    seen, (_, (query, key, _)) = watched(model, images)[0], projected(model, images)
+    maps = (torch.einsum("bthd,bshd->bths", query, key) / 2).softmax(-1)
+    alike, cosines = [], []
+    for b, t, (h, g) in itertools.product(range(6), range(5), itertools.combinations(range(4), 2)):
+        alike.append(1 - 0.5 * float((maps[b, t, h] - maps[b, t, g]).abs().sum()))
+        if seen.on[b, t, h] and seen.on[b, t, g]:
+            one, other = seen.heads[b, t, h], seen.heads[b, t, g]
+            cosines.append(float(one @ other / (one.norm() * other.norm())))
+    assert found["patterns"][0] == pytest.approx(sum(alike) / len(alike))
+    assert found["outputs"][0] == pytest.approx(sum(cosines) / len(cosines))
+    assert found["mean_patterns"] == pytest.approx(sum(found["patterns"]) / 2)
+    model.set_active_heads(1)
+    alone = vision.head_similarity(model, [{"pixel_values": images}])
+    assert alone["outputs"] == [None, None] and alone["mean_outputs"] is None
 
 
 @torch.no_grad()
