@@ -77,11 +77,8 @@ def convert(options: ConversionConfig) -> Conversion:
     sources: list[TokenizedSource] = []
     if reads_text:
         tokenizer = widening.tokenizer if widening else open_tokenizer(base.folder, base.config.vocab_size)
-        if (
-            plan.needs_calibration
-            and tokenizer.chat_template
-            and all(source.type == "text" for source in mixture.sources)
-        ):
+        only_text = mixture is not EMBEDDED and all(source.type == "text" for source in mixture.sources)
+        if only_text and plan.needs_calibration and tokenizer.chat_template:
             say_aside("the base has a chat template: for chats add conversations to --calibration (docs/conversion.md)")
         long = length if length >= LONG_CONTEXT else None
         rows = widening.rows if widening else base.config.vocab_size

@@ -206,7 +206,7 @@ def test_a_context_beyond_the_bases_positions_is_told(make_llama, convert, tmp_p
     assert record_of(tmp_path / "128")["plan"]["context"] == 64
 
 
-def test_a_base_for_chats_asks_for_conversations(make_llama, convert, tmp_path, capsys):
+def test_a_base_for_chats_asks_for_conversations_in_the_users_text(make_llama, convert, tmp_path, capsys):
     base, chats = make_llama(max_position_embeddings=64), tmp_path / "chats.jsonl"
     roles = {"user": "What is a mill? " * 40, "assistant": "It grinds. " * 40}
     record = {"messages": [{"role": role, "content": text} for role, text in roles.items()]}
@@ -218,6 +218,7 @@ def test_a_base_for_chats_asks_for_conversations(make_llama, convert, tmp_path, 
         (None, (), 0),
         (template, (), 1),
         (template, ("--calibration", str(mixture)), 0),
+        (template, ("--calibration", "embedded"), 0),  # the default; it serves chats well enough
     ):
         if text is not None:
             (base / "chat_template.jinja").write_text(text)
