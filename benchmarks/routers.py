@@ -32,8 +32,8 @@ from moh_llm.metrics import Batch, sums_by_document
 from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
 from moh_llm.modeling.attention_moh import MoHLlamaAttention, _rotate
 from moh_llm.reading import read_json
-from moh_llm.training import networks, parallel, reference, sharding, thresholds
-from moh_llm.training.budget import distant_keys_read, make_budget, planned_share
+from moh_llm.training import networks, parallel, reference, sharding
+from moh_llm.training.budget import distant_keys_read, make_budget, measure_thresholds, planned_share
 from moh_llm.training.config import DataConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from moh_llm.training.losses import IGNORED, next_token_targets
 from moh_llm.training.step import TrainingStep, accumulate_gradients, seed_step, set_learning_rates
@@ -108,7 +108,7 @@ def train(args: argparse.Namespace, name: str, seed: int, sources: list[Tokenize
             budget.target = max(target, share) if name == ANNEALED else target
             budget.update(losses.distant_read, losses.distant_slope)
     batches = [stream.batch(first, BATCH) for first in range(0, CALIBRATED, BATCH)]
-    found = thresholds.measure_thresholds(accelerator, model, batches, target)
+    found = measure_thresholds(accelerator, model, batches, target)
     for router in (router for router in network.routers if router.num_routed):
         router.routed.bias.data += found.shift
     return step, macs

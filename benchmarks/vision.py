@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel
 
-from moh_llm.analysis.heads import LayerPass, watch
-from moh_llm.analysis.record import measure_load
+from moh_llm.analysis.heads import LayerPass, measure_load, watch
 from moh_llm.files import write_json
 from moh_llm.intervals import show_figure
 from moh_llm.reading import read_json

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from moh_llm.devices import wide
 from moh_llm.intervals import SUMMED, Interval, interval, kls, perplexity_ratios
 
 Batch = dict[str, torch.Tensor]
@@ -157,4 +158,4 @@ def compare_predictions(log_p: torch.Tensor, log_q: torch.Tensor, targets: torch
         F.kl_div(log_p, log_q, log_target=True, reduction="none").sum(-1),
         (log_p.argmax(-1) == log_q.argmax(-1)),
     )
-    return torch.stack([value.cpu().double() for value in values], -1)
+    return torch.stack([wide(value) for value in values], -1)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers.modeling_utils import AttentionInterface
 
-from moh_llm.attention import cpu, decode, flash, flex, rotary
+from moh_llm.attention import cpu, decode, flash, flex
 from moh_llm.attention.call import Call, Kinds
-from moh_llm.attention.compiled import DEVICES
+from moh_llm.attention.compiled import DEVICES, ROTARY, rotary_embedding
 from moh_llm.modeling.interval_attention_moh import NAME, Distant, reference_attention
 from moh_llm.modeling.seen_moh import Seen
 
@@ -89,4 +89,4 @@ def interval_attention(
 
 
 AttentionInterface.register(NAME, interval_attention)
-AttentionInterface.register(rotary.NAME, rotary.rotary_embedding)
+AttentionInterface.register(ROTARY, rotary_embedding)

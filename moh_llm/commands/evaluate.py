@@ -56,8 +56,9 @@ def print_evaluation(evaluation: "Evaluation") -> None:
     for label in record.compared_models or record.models:
         say(verdict(record, label))
     say(f"the report is in {evaluation.folder}: report.html, report.md, report.json")
-    for label, error in evaluation.failed_analyses.items():
-        say(f"the analysis of {label} failed, its scores stand: {error}")
+    for label, found in record.analysis.items():
+        if "error" in found:
+            say(f"the analysis of {label} failed, its scores stand: {found['error']}")
     if evaluation.partial is not None:
         again = ", ".join(evaluation.failed_benchmarks)
         say(

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import math
 import shutil
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,10 +64,13 @@ def write_weights(
             kept = {name for name, file in base.weight_map.items() if file == shard.name}
             with safe_open(shard, framework="np") as file:
                 mixed = kept != set(file.keys())
-            if mixed or dtype is not None:
-                _rewrite_shard(shard, target, kept, dtype)
-            else:
+            if not mixed and dtype is None:
                 shutil.copyfile(shard, target)
+                continue
+            tensors = {name: tensor for name, tensor in load_file(shard).items() if name in kept}
+            if dtype is not None:
+                tensors = {name: cast_weight(t, dtype, f"{shard}: {name}") for name, t in tensors.items()}
+            save_tensors(tensors, target)
     weight_map = {tensor: renamed[file] for tensor, file in base.weight_map.items()}
     if routing:
         save_tensors(routing, folder / names[-1])
@@ -95,13 +97,6 @@ def write_description(
         total = sum(_tensor_bytes(folder / name) for name in files)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / index_name, index)
-
-
-def _rewrite_shard(source: Path, target: Path, kept: Collection[str], dtype: torch.dtype | None) -> None:
-    tensors = {name: tensor for name, tensor in load_file(source).items() if name in kept}
-    if dtype is not None:
-        tensors = {name: cast_weight(t, dtype, f"{source}: {name}") for name, t in tensors.items()}
-    save_tensors(tensors, target)
 
 
 def _tensor_bytes(shard: Path) -> int:

@@ -134,16 +134,12 @@ class LocalFitter:
     def fit_distant_token(self, sample: LayerSample) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The distant token's score, weight `[H, C]` and bias `[H]`, its value `[H, D]`, and H_h - S_h `[H, N, D]`."""
         local, fitted = sample.local, sample.fitted
-        assert local is not None
         log_hidden = local.hidden.log()[:, None]
         compared = local.far[:fitted, 0].isfinite().nonzero()[:, 0]
         target = local.far[compared] - log_hidden[compared]
         weight, bias = Ridge(sample.inputs[compared])(target)
         score = sample.inputs @ weight.T + bias + log_hidden - local.near
-        value, residual = (
-            sample.o_proj.new_zeros(len(sample.heads), sample.heads.shape[-1]),
-            sample.heads - local.outputs,
-        )
+        value, residual = torch.zeros_like(sample.heads[:, 0]), sample.heads - local.outputs
         for head, metric in enumerate(group_metric(sample, 1)):
             own = (residual[head, :fitted], local.outputs[head, :fitted], score[:fitted, head])
             shift, value[head] = _shift_and_value(*own, metric)

@@ -57,11 +57,6 @@ class Evaluation:
         """Names of the benchmarks that have no score on some model."""
         return list(dict.fromkeys(error.benchmark for error in self.record.errors))
 
-    @property
-    def failed_analyses(self) -> dict[str, str]:
-        """The error of each model whose analysis failed, by its label."""
-        return {label: found["error"] for label, found in self.record.analysis.items() if "error" in found}
-
 
 def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_passing, command_line: str = "") -> Evaluation:
     """Score models on a suite, analyse their heads, and write the report.
@@ -98,7 +93,7 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_passing
         if team.rank > 0:
             return Evaluation(record, options.output_dir, None, first_process=False)
         # 4. The pages, with the training runs behind the models. A run that cannot be read is left out.
-        runs = read_runs_behind(record.described_models, say)
+        runs = read_runs_behind([about.model for about in record.models.values() if not about.changed], say)
         with new_folder(options.output_dir, options.overwrite) as folder:
             if options.log_samples:
                 write_samples(folder / "samples", record, finished)
@@ -126,7 +121,7 @@ def analyse_models(
 ) -> dict[str, dict[str, Any]]:
     """Analyse the heads of each of ``models`` (label to path or Hub id) that has heads off, one in memory at a time.
 
-    Returns by label the record of `moh_llm.analysis.record.analyse`, or ``{"error": ...}``, in one line, of a model
+    Returns by label the record of `moh_llm.analysis.heads.analyse`, or ``{"error": ...}``, in one line, of a model
     whose analysis failed.
     """
     found: dict[str, dict[str, Any]] = {}
@@ -204,7 +199,7 @@ def _text(task: "ConfigurableTask", requests: "list[Instance]") -> str:
 
 
 def _analyse(model: str, texts: dict[str, list[str]], device: str, dtype: str) -> dict[str, Any]:
-    from moh_llm.analysis.record import analyse
+    from moh_llm.analysis.heads import analyse
 
     network, tokenizer = load_moh(model, dtype, device)
     return analyse(network, tokenizer, texts)

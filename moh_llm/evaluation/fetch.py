@@ -33,6 +33,8 @@ def fetch(suite: Suite, folder: Path, say: Callable[[str], None] = say) -> list[
     A file appears whole or not at all, and one that is there is kept as it is. Raises UserError when the folder cannot
     be used, or when there is no network.
     """
+    import datasets
+
     if suite.data:
         raise UserError(f"suite {suite.name} carries its own data; there is nothing to fetch")
     sources, problems = read_yaml(SCRIPT_DATASETS), []
@@ -52,7 +54,9 @@ def fetch(suite: Suite, folder: Path, say: Callable[[str], None] = say) -> list[
             if dataset in sources:
                 rows = _convert(sources[dataset], config, split, download)
             else:
-                rows = _from_hub(dataset, config, split, revision)
+                with quiet():  # a config named "default" is the dataset's own default, as for lm-eval
+                    own = None if config == "default" else config
+                    rows = datasets.load_dataset(dataset, own, split=split, revision=revision)
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         except ConnectionError as error:  # every other request would time out, too
             raise UserError(f"the Hub cannot be reached ({error}); run this where there is a network") from error
@@ -67,14 +71,6 @@ def fetch(suite: Suite, folder: Path, say: Callable[[str], None] = say) -> list[
         write_text(file, "".join(lines))
         say(f"{name}: {len(lines)} rows")
     return problems
-
-
-def _from_hub(dataset: str, config: str, split: str, revision: str | None) -> Rows:
-    """Rows from the Hub. A config named "default" is the dataset's own default, as for lm-eval."""
-    import datasets
-
-    with quiet():
-        return datasets.load_dataset(dataset, None if config == "default" else config, split=split, revision=revision)
 
 
 def _convert(source: dict[str, Any], config: str, split: str, download: Callable[[str, str], bytes]) -> Rows:

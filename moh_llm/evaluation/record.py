@@ -129,7 +129,8 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
             model, base, delta = figures[label], figures["base"], statistics.value_of(delta, -1, 1)
             model.delta, model.recovery = delta, statistics.kept_share(model, base, delta)
             if model.margin is not None and base.margin is not None:
-                model.at_chance = statistics.is_at_chance(base.margin)
+                # Also where the interval is unknown: of a single item.
+                model.at_chance = base.margin.interval is None or base.margin.interval[0] <= 0
                 if not model.at_chance:
                     model.margin_kept = statistics.kept_share(model.margin, base.margin, delta)
     return Row(

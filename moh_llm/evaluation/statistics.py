@@ -8,7 +8,7 @@ gives on the same items. A benchmark on which the base's own margin may be 0 tel
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moh_llm.errors import UserError
@@ -138,11 +138,6 @@ def ratio_interval(model: float, base: float, model_half: float, base_half: floa
     return [(middle - root) / squared, (middle + root) / squared]
 
 
-def is_at_chance(margin: Value) -> bool:
-    """Whether a score may be a guess's: its margin's 95 % interval is unknown (a single item) or not all above 0."""
-    return margin.interval is None or margin.interval[0] <= 0
-
-
 def chance_scores(benchmark: Benchmark, tasks: "list[ConfigurableTask]", limit: int | None = None) -> Strata | None:
     """The expected score of a guess on each item; None if the suite has no chance rule for the benchmark.
 
@@ -151,21 +146,18 @@ def chance_scores(benchmark: Benchmark, tasks: "list[ConfigurableTask]", limit: 
     """
     if benchmark.chance is None:
         return None
-    if wrong := [task.config.task for task in tasks if _lacks_choices(benchmark, task)]:
-        raise UserError(f"chance: choices does not go with {benchmark.metric} of {wrong[0]}, which picks no choice")
-    strata = [[_guess(benchmark, task, row) for row in _rows(task, limit)] for task in tasks]
+    for task in tasks:
+        known = callable(task.config.process_results) or benchmark.metric in _PICKS
+        if benchmark.chance == "choices" and not (task.OUTPUT_TYPE == "multiple_choice" and known):
+            wrong = f"{benchmark.metric} of {task.config.task}, which picks no choice"
+            raise UserError(f"chance: choices does not go with {wrong}")
+    strata = [[_guess(benchmark, task, row) for row in rows_of(task.task_docs[:limit])] for task in tasks]
     return average_readings(strata) if benchmark.average == "parts" else strata
 
 
-def _lacks_choices(benchmark: Benchmark, task: "ConfigurableTask") -> bool:
-    """Whether the chance rule is "choices" although the metric is not the score of a choice."""
-    known = callable(task.config.process_results) or benchmark.metric in _PICKS
-    return benchmark.chance == "choices" and not (task.OUTPUT_TYPE == "multiple_choice" and known)
-
-
-def _rows(task: "ConfigurableTask", limit: int | None) -> list[dict[str, Any]]:
-    columns = task.task_docs[:limit]
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+def rows_of(columns: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    """The rows of a dict of columns, from which `datasets` reads several times as fast."""
+    return (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
 
 
 def _guess(benchmark: Benchmark, task: "ConfigurableTask", row: dict[str, Any]) -> float:

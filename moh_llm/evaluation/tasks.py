@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moh_llm.errors import UserError
-from moh_llm.evaluation.statistics import Strata, chance_scores
+from moh_llm.evaluation.statistics import Strata, chance_scores, rows_of
 from moh_llm.evaluation.suite import Benchmark, Suite, data_file
 from moh_llm.files import sha256
 from moh_llm.reading import parse_json, read_text
@@ -199,14 +199,8 @@ def _bad_data(loaded: Loaded, limit: int | None) -> str | None:
 
 
 def _bad_row(task: "ConfigurableTask", rows: Any, config: Any) -> str | None:
-    """The fault of the first row that ``config``, a task's or its examples' settings, cannot read; or None.
-
-    ``rows``: dicts, or a dict of columns, from which reading is several times as fast.
-    """
-    if isinstance(rows, dict):
-        columns = rows
-        rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
-    for number, values in enumerate(rows, start=1):
+    """The fault of the first of ``rows``, dicts or a dict of columns, that a task's ``config`` cannot read; or None."""
+    for number, values in enumerate(rows_of(rows) if isinstance(rows, dict) else rows, start=1):
         # A prompt that needs a null cannot be built from a row without its nulls.
         row = {
             field: value

@@ -4,28 +4,61 @@ All of LLaMA's weights keep their names and meaning; routers and fallbacks add a
 all heads active and quantised scores the model is LLaMA, bit for bit.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
+from transformers.models.mixtral.modeling_mixtral import (
+    MixtralExperts,
+    MixtralSparseMoeBlock,
+    MixtralTopKRouter,
+    load_balancing_loss_func,
+)
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder
 
 from .attention_moh import GATE_GRADIENTS, MoHLlamaAttention, MoHLocalFallback
 from .configuration_moh_llama import MoHLlamaConfig
-from .experts_moh import expert_balancing_loss
 from .head_plan_moh import HeadPlan  # noqa: F401 (transformers 5.2 copies what this file imports)
 from .heads_moh import RoutedModel
 from .interval_attention_moh import interval_attention  # noqa: F401 (transformers 5.2 copies what this file imports)
 from .routing_moh import MoHRouter, load_balancing_loss
 from .seen_moh import Seen, keeps_keys, paged_keys, seen_keys
+
+# Mixtral's feed-forward experts, as transformers names them, but by whole names: an MLP's names stay as they are.
+_EXPERTS = ".block_sparse_moe.experts.*."
+register_checkpoint_conversion_mapping(
+    MoHLlamaConfig.model_type,
+    [
+        WeightRenaming(".block_sparse_moe.gate.weight", ".mlp.gate.weight"),
+        WeightConverter(
+            [f"{_EXPERTS}w1.weight", f"{_EXPERTS}w3.weight"],
+            ".mlp.experts.gate_up_proj",
+            operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
+        ),
+        WeightConverter([f"{_EXPERTS}w2.weight"], ".mlp.experts.down_proj", operations=[MergeModulelist(dim=0)]),
+    ],
+    overwrite=True,
+)
+
+
+def expert_balancing_loss(
+    expert_logits: Sequence[Tensor], config: MoHLlamaConfig, attention_mask: Tensor | None = None
+) -> Tensor | float:
+    """Mixtral's load-balance loss, given logits `[B * T, E]` of each layer; a mask that is not `[B, T]` is ignored."""
+    if not expert_logits:
+        return 0.0
+    mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+    return load_balancing_loss_func(tuple(expert_logits), config.num_local_experts, config.num_experts_per_tok, mask)
 
 
 class MoHLlamaPreTrainedModel(RoutedModel, LlamaPreTrainedModel):

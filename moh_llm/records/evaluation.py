@@ -219,11 +219,6 @@ class EvaluationRecord(Record):
         rows = [row for row in self.benchmarks if label in row.scores and row.name not in self.partial_data]
         return [row for row in rows if self.limit is None and row.items_in_full >= FEWEST_ITEMS]
 
-    @property
-    def described_models(self) -> list[str]:
-        """Folders or Hub ids of the models that the records in their folders describe."""
-        return [about.model for about in self.models.values() if not about.changed]
-
 
 def read_evaluation(folder: Path) -> EvaluationRecord:
     """Read the record that `moh-llm evaluate` wrote into ``folder``.

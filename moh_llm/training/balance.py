@@ -8,7 +8,7 @@ from torch import nn
 
 from moh_llm.errors import UserError
 from moh_llm.flops import distant_keys
-from moh_llm.modeling.experts_moh import expert_balancing_loss
+from moh_llm.modeling.modeling_moh_llama import expert_balancing_loss
 from moh_llm.modeling.routing_moh import load_balancing_loss
 from moh_llm.modeling.seen_moh import Seen
 from moh_llm.training.budget import KeyBudget, distant_keys_read, learns_thresholds, planned_share

@@ -14,6 +14,7 @@ one serialises a file in memory, which takes twice its size and stops all thread
 384 MiB), and it does not hash what it writes.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -267,10 +268,11 @@ def load_checkpoint(
 
     Raises UserError if the weights have other names, so that the checkpoint is of another model.
     """
-    reader = _open_reader(folder, weights)
+    # Each process reads what it holds of the tensors; no other one takes part.
+    fill = functools.partial(dcp.load, storage_reader=_open_reader(folder, weights), no_dist=True)
     updates = CheckpointRecord.read(folder / CHECKPOINT_RECORD).updates
     if by_deepspeed(accelerator):
-        scatter_state(model, weights, lambda tensors: _fill(tensors, reader), updates, accelerator.device)
+        scatter_state(model, weights, fill, updates, accelerator.device)
         return updates
     from torch.distributed.fsdp import FSDPModule
 
@@ -282,13 +284,14 @@ def load_checkpoint(
         state = {moment: torch.empty_like(weight.detach()) for moment in ADAMW_MOMENTS}
         tensors |= {f"{moment}.{name}": tensor for moment, tensor in state.items()}
         optimizer.state[weight] = {"step": torch.tensor(float(updates))} | state
-    _fill(tensors, reader)
+    fill(tensors)
     return updates
 
 
 def read_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
     """Fill a whole model's trained weights from a checkpoint. Raises UserError where it is of another model."""
-    _fill({name: weight.detach() for name, weight in weights.items()}, _open_reader(folder, weights))
+    tensors = {name: weight.detach() for name, weight in weights.items()}
+    dcp.load(tensors, storage_reader=_open_reader(folder, weights), no_dist=True)
 
 
 class _Reader(dcp.HuggingFaceStorageReader):
@@ -307,8 +310,3 @@ def _open_reader(folder: Path, weights: Mapping[str, torch.Tensor]) -> _Reader:
     if different := saved ^ weights.keys():
         raise UserError(f"{folder} is of another model: {sorted(different)[0]} is only in one; name a new --output-dir")
     return reader
-
-
-def _fill(tensors: dict[str, torch.Tensor], reader: _Reader) -> None:
-    """Read what this process holds of the tensors; no other process takes part."""
-    dcp.load(tensors, storage_reader=reader, no_dist=True)

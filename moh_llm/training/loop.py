@@ -30,7 +30,7 @@ from moh_llm.records.run import LogLine, RunRecord
 from moh_llm.records.seal import SEAL, mark_files
 from moh_llm.terminal import say
 from moh_llm.training import networks
-from moh_llm.training.budget import make_budget
+from moh_llm.training.budget import Thresholds, make_budget, measure_thresholds
 from moh_llm.training.checkpoints import CheckpointWriter, checkpoint_folder, load_checkpoint, newest_checkpoint
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import ProgressLine, check_trackers, start_trackers, step_line, track
@@ -43,7 +43,6 @@ from moh_llm.training.saving import is_finished, save_network
 from moh_llm.training.scoring import evaluate, score_saved
 from moh_llm.training.sharding import build_networks
 from moh_llm.training.step import MOST_DROPPED, accumulate_gradients, seed_step, set_learning_rates, why_dropped
-from moh_llm.training.thresholds import Thresholds, measure_thresholds
 from moh_llm.training.zero import by_deepspeed
 
 # Thresholds are set on so much of the training text, and on a quarter of it at most: it is read twice or three times.

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from moh_llm.devices import float64_device, wide
+from moh_llm.metrics import compare_predictions
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
-from moh_llm.modeling.experts_moh import expert_balancing_loss
+from moh_llm.modeling.modeling_moh_llama import expert_balancing_loss
 from moh_llm.modeling.routing_moh import balance_factor
 from moh_llm.training.config import ObjectiveConfig
 
@@ -139,12 +140,11 @@ def comparison_values(
     for first in range(0, len(hidden), size):
         rows = slice(first, first + size)
         own = F.linear(hidden[rows], weight).float().log_softmax(-1)
-        values[rows, 0] = wide(F.nll_loss(own, targets[rows], reduction="none"))
-        if teacher is not None:
+        if teacher is None:
+            values[rows, 0] = wide(F.nll_loss(own, targets[rows], reduction="none"))
+        else:
             other = F.linear(teacher[0][rows], teacher[1]).float().log_softmax(-1)
-            values[rows, 1] = wide(F.nll_loss(other, targets[rows], reduction="none"))
-            values[rows, 2] = wide(F.kl_div(own, other, log_target=True, reduction="none").sum(-1))
-            values[rows, 3] = wide(own.argmax(-1) == other.argmax(-1))
+            values[rows] = compare_predictions(own, other, targets[rows])
     return values
 
 

@@ -185,7 +185,10 @@ def diagnose(config: TrainConfig, processes: int = 1) -> Iterator[Finding]:
     """Check a job of ``processes`` processes, one finding after the other; later ones need a model without faults."""
     config = decide_precision(config)
     checks = {
-        "batch": lambda: [_batch(config, processes)],
+        "batch": lambda: [
+            f"{processes} processes x {count_micro_batches(config, processes)} micro-batches x "
+            f"{config.data.micro_batch_size} sequences in a step"
+        ],
         "output": lambda: [_output(config)],
         "model": lambda: _model(config),
         "teacher": lambda: [reference.described] if (reference := expected_reference(config)) else [],
@@ -200,11 +203,6 @@ def diagnose(config: TrainConfig, processes: int = 1) -> Iterator[Finding]:
             yield Finding("fault", name, str(error))
             if name == "model":
                 return
-
-
-def _batch(config: TrainConfig, processes: int) -> str:
-    count = count_micro_batches(config, processes)
-    return f"{processes} processes x {count} micro-batches x {config.data.micro_batch_size} sequences in a step"
 
 
 def _output(config: TrainConfig) -> str:

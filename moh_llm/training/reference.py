@@ -148,7 +148,12 @@ def _find_reference(
         return Reference("start", own=True) if compares else None
     given = None
     if config.base is not None:
-        given = _open_given(config.base, config.model, conversion.base)
+        given = open_base(config.base)
+        if given.dense_sha256 != conversion.base.dense_sha256:
+            raise UserError(
+                f"base={config.base} holds other weights than the checkpoint that model={config.model} was converted "
+                f"from, {conversion.base.label}; name that one, or drop base"
+            )
         if recorded == "start":
             raise UserError(
                 f"base={config.base}: the run in output_dir={config.output_dir} was begun without its base, against "
@@ -183,17 +188,6 @@ def _find_reference(
         source = f"since {error} (`moh-llm train --help` says how to name its new place)"
         return Reference("start", own=True, source=source)
     return Reference("base", own=False, base=found, source=f"{label}, from {found.name}")
-
-
-def _open_given(name: str, model: str, recorded: Base) -> BaseCheckpoint:
-    """The checkpoint that the user names. Raises UserError unless it is the recorded one."""
-    found = open_base(name)
-    if found.dense_sha256 != recorded.dense_sha256:
-        raise UserError(
-            f"base={name} holds other weights than the checkpoint that model={model} was converted "
-            f"from, {recorded.label}; name that one, or drop base"
-        )
-    return found
 
 
 def _open_named(recorded: Base) -> BaseCheckpoint:

@@ -20,11 +20,11 @@ from moh_llm.records.run import CheckpointRecord, RunRecord
 from moh_llm.records.seal import find_fault, write_seal
 from moh_llm.records.tensors import cast_weight, matrix_dtype, tensor_dtypes
 from moh_llm.training import networks
+from moh_llm.training.budget import Thresholds, set_thresholds
 from moh_llm.training.checkpoints import newest_checkpoint, read_weights, verified_record
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.reference import StartingPoint, find_starting_point
 from moh_llm.training.runs import RUN_RECORD, Run, mark_model
-from moh_llm.training.thresholds import Thresholds, set_thresholds
 
 
 def save_network(

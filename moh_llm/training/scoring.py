@@ -16,7 +16,6 @@ from moh_llm.devices import float64_device, wide
 from moh_llm.flops import distant_keys, share_of_keys
 from moh_llm.intervals import SUMMED
 from moh_llm.metrics import Batch, Comparison
-from moh_llm.modeling import MoHRouter
 from moh_llm.records.run import Routing, Scores
 from moh_llm.training import networks
 from moh_llm.training.budget import distant_keys_read
@@ -62,12 +61,6 @@ class RoutingCounts:
         )
 
 
-def _choosable(router: MoHRouter) -> int:
-    """Number of groups that tokens choose among; 0 where the same heads are on for all tokens."""
-    chooses = router.router_type == "threshold" or 0 < router.top_k < router.routed_groups
-    return router.routed_groups if router.router_type != "none" and chooses else 0
-
-
 @torch.no_grad()
 def evaluate(
     accelerator: Accelerator | None, model: torch.nn.Module, batches: list[Batch], all_heads: bool = False
@@ -109,9 +102,11 @@ def evaluate(
         distant = distant_keys(step.network.config, batch["position_ids"]).flatten().to(device)[: len(all_on)]
         keys += wide(torch.stack([distant_keys_read(router_logits, routers, distant)[0], distant.sum()]))
         heads = wide(heads_on_sum(router_logits, routers, all_on)) / max(1, len(routers))
-        pairs = list(zip(router_logits, routers, strict=True))
-        # Where the same heads are on for all tokens, none chooses.
-        choices = [router.select(logits).bool()[:, : _choosable(router)] for logits, router in pairs]
+        choices = []
+        for logits, router in zip(router_logits, routers, strict=True):
+            chooses = router.router_type == "threshold" or 0 < router.top_k < router.routed_groups
+            # Where the same heads are on for all tokens, none chooses.
+            choices.append(router.select(logits).bool()[:, : None if chooses else 0])
         counts.add(choices, heads)
     model.train()
     reduce: Reduce = accelerator.reduce if accelerator else lambda tensor: tensor

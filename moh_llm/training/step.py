@@ -10,7 +10,6 @@ Shapes: B sequences, L positions, C hidden size, N positions with a target, U ro
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -132,22 +131,16 @@ class TrainingStep(nn.Module):
     @torch.no_grad()
     def _reference(self, inputs: dict[str, Any], counted: torch.Tensor) -> Teacher:
         """The reference's last hidden states `[N, C]` and its head `[V, C]`."""
-        with self._as_reference() as network:
+        network, training = self.teacher, self.student.training
+        with contextlib.ExitStack() as as_reference:
+            if network is None:
+                network = self.network
+                self.student.eval()  # no dropout
+                as_reference.callback(self.student.train, training)
+                as_reference.enter_context(self.network.all_heads_active())
+                if self._has_adapters:
+                    as_reference.enter_context(self.student.disable_adapter())
             return network.model(**inputs).last_hidden_state[counted], network.lm_head.weight.detach()
-
-    @contextlib.contextmanager
-    def _as_reference(self) -> Iterator[MoHLlamaForCausalLM]:
-        if self.teacher is not None:
-            yield self.teacher
-            return
-        training = self.student.training
-        self.student.eval()  # no dropout
-        try:
-            without = self.student.disable_adapter() if self._has_adapters else contextlib.nullcontext()
-            with without, self.network.all_heads_active():
-                yield self.network
-        finally:
-            self.student.train(training)
 
     def train(self, mode: bool = True) -> "TrainingStep":
         """Set the student's mode; the teacher stays as it is, without dropout."""

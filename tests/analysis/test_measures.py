@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moh_llm.analysis.record import measure_load
+from moh_llm.analysis.heads import measure_load
 from moh_llm.errors import UserError
 
 

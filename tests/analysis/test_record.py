@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moh_llm.analysis import record as module
-from moh_llm.analysis.record import analyse, dense_attention, measure_load, seconds_by_length
+from moh_llm.analysis import heads as module
+from moh_llm.analysis.heads import analyse, dense_attention, measure_load, seconds_by_length
 from moh_llm.errors import UserError
 from moh_llm.flops import forward_flops
 from moh_llm.metrics import Batch

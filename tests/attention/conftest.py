@@ -8,7 +8,7 @@ from pairs import make_pair  # noqa: F401
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
-from moh_llm.attention import compiled, rotary
+from moh_llm.attention import compiled
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,6 @@ def gradients_on_cpu(monkeypatch):
 def counter(monkeypatch) -> Iterator[CompileCounter]:
     """Counts compilations by dynamo, on a CPU as on a GPU; sizes and graph breaks matter, not what compiles."""
     counter = CompileCounter()
-    monkeypatch.setattr(rotary, "DEVICES", ["cpu"])
     monkeypatch.setattr(compiled, "DEVICES", ["cpu"])
     monkeypatch.setattr(compiled, "OPTIONS", {"backend": counter, "fullgraph": True})
     compiled._compile.cache_clear()

@@ -5,7 +5,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from moh_llm.attention import rotary
+from moh_llm.attention.compiled import ROTARY, rotary_embedding
 
 
 def states(device: str, dtype: torch.dtype, rows: int, tokens: int) -> list[torch.Tensor]:
@@ -17,7 +17,7 @@ def states(device: str, dtype: torch.dtype, rows: int, tokens: int) -> list[torc
 
 
 def check(given: list[torch.Tensor]) -> None:
-    for own, expected in zip(rotary.rotary_embedding(*given), apply_rotary_pos_emb(*given), strict=True):
+    for own, expected in zip(rotary_embedding(*given), apply_rotary_pos_emb(*given), strict=True):
         assert torch.equal(own, expected) and own.stride() == expected.stride()
 
 
@@ -35,7 +35,7 @@ def test_layers_take_it(make_pair, monkeypatch):
         calls.append(given)
         return apply_rotary_pos_emb(*given)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, rotary.NAME, rotate)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, ROTARY, rotate)
     _, moh = make_pair(num_shared_heads=1, num_active_heads=2)
     moh(ids)
     with moh.all_heads_active():

@@ -13,8 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import Dinov2Config, Dinov2Model
 
-from moh_llm.analysis.heads import LayerPass, watch
-from moh_llm.analysis.record import measure_load
+from moh_llm.analysis.heads import LayerPass, measure_load, watch
 from moh_llm.errors import UserError
 from moh_llm.vision import MoHDinov2Config, MoHViTConfig
 from moh_llm.vision.modeling_moh_vit import MoHDinov2Model, MoHViTForImageClassification

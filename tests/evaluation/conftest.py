@@ -128,7 +128,7 @@ def analysis(make_model: Callable[..., Path]) -> Line:
     """The analysis of a tiny MoH model on two texts."""
     from transformers import AutoTokenizer
 
-    from moh_llm.analysis.record import analyse
+    from moh_llm.analysis.heads import analyse
     from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 
     heads = {"num_shared_heads": 1, "num_active_heads": 3, "router_type": "linear", "num_hidden_layers": 3}

@@ -67,7 +67,7 @@ def test_items_are_spread_over_tasks(load: Callable[..., list[Any]]) -> None:
 def test_the_command_records_it(smoke_report: Path, tiny_moh: Path, load: Callable[..., list[Any]]) -> None:
     from transformers import AutoTokenizer
 
-    from moh_llm.analysis.record import analyse
+    from moh_llm.analysis.heads import analyse
     from moh_llm.modeling import MoHLlamaForCausalLM
 
     said = (smoke_report / "err.txt").read_text(encoding="utf-8")
@@ -87,7 +87,7 @@ def test_the_command_records_it(smoke_report: Path, tiny_moh: Path, load: Callab
 def test_whatever_fails_loses_that_analysis_only(
     tiny_moh: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moh_llm.analysis import record
+    from moh_llm.analysis import heads
 
     def fail(*_: Any) -> Any:
         raise Exception("bad")  # of no kind that could be named
@@ -98,7 +98,7 @@ def test_whatever_fails_loses_that_analysis_only(
 
     models, said = {"one": str(tiny_moh), "two": str(tiny_moh), "dense": str(tiny_llama)}, []
     calls = iter(range(2))
-    monkeypatch.setattr(record, "analyse", lambda *_: {"head_load": {}} if next(calls) else fail())
+    monkeypatch.setattr(heads, "analyse", lambda *_: {"head_load": {}} if next(calls) else fail())
     assert run() == {
         "one": {"error": "Exception: bad"},
         "two": {"head_load": {}},
@@ -115,9 +115,9 @@ def test_a_failed_analysis_is_named_and_repeated(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from moh_llm.analysis import record
+    from moh_llm.analysis import heads
 
-    calls, analyse = [], record.analyse
+    calls, analyse = [], heads.analyse
 
     def fail_first(model: Any, tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, Any]:
         calls.append(list(texts))
@@ -125,7 +125,7 @@ def test_a_failed_analysis_is_named_and_repeated(
             raise RuntimeError("out of\nmemory")
         return analyse(model, tokenizer, texts, tokens_per_text=32, lengths=[128])
 
-    monkeypatch.setattr(record, "analyse", fail_first)
+    monkeypatch.setattr(heads, "analyse", fail_first)
     output = tmp_path / "report"
     words = [tiny_moh, "--suite", "smoke", "--limit", "1", "--device", "cpu", "--output-dir", output]
     assert run_evaluate(*words) == 0

@@ -74,7 +74,7 @@ ODD_CASES = """
 import os, sys
 import pytest
 from lm_eval.models.huggingface import HFLM
-from moh_llm.analysis import record
+from moh_llm.analysis import heads
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.evaluation import processes
@@ -103,8 +103,8 @@ def only_here():
 with pytest.raises(SystemExit if rank else UserError, match="2" if rank else "no disk .process 1 of 2."):
     processes.connect().barrier(only_here)
 
-HFLM.generate_until, analyse = generate, record.analyse
-record.analyse = lambda *words: analyse(*words, tokens_per_text=32, lengths=[128])
+HFLM.generate_until, analyse = generate, heads.analyse
+heads.analyse = lambda *words: analyse(*words, tokens_per_text=32, lengths=[128])
 assert main(["evaluate", sys.argv[2], "--suite", "smoke", "--limit", "1", "--output-dir", "report"]) == 0
 print("all is well", flush=True)
 """

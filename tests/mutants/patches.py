@@ -63,8 +63,8 @@ PATCHES = (
     Patch(
         "the teacher within a frozen student has its heads off",
         "moh_llm/training/step.py",
-        "with without, self.network.all_heads_active():",
-        "with without:",
+        "                as_reference.enter_context(self.network.all_heads_active())\n",
+        "",
         (FALLBACKS,),
     ),
     Patch(
@@ -336,10 +336,8 @@ PATCHES = (
     Patch(
         "a checkpoint forgets the first moment",
         "moh_llm/training/checkpoints.py",
-        "    _fill(tensors, reader)\n    return updates\n",
-        "    _fill(tensors, reader)\n"
-        '    [state["exp_avg"].zero_() for state in optimizer.state.values()]\n'
-        "    return updates\n",
+        "    fill(tensors)\n    return updates\n",
+        '    fill(tensors)\n    [state["exp_avg"].zero_() for state in optimizer.state.values()]\n    return updates\n',
         ("tests/training/test_checkpoints.py",),
     ),
     Patch(

@@ -14,11 +14,18 @@ from ways import DDP, ROOT
 from moh_llm.flops import distant_keys
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.balance import HeadBalanceMixin
-from moh_llm.training.budget import CORRECTION, MEMORY, KeyBudget, distant_keys_read, planned_share
+from moh_llm.training.budget import (
+    CORRECTION,
+    MEMORY,
+    KeyBudget,
+    distant_keys_read,
+    measure_thresholds,
+    planned_share,
+    set_thresholds,
+)
 from moh_llm.training.loop import train
 from moh_llm.training.parallel import make_accelerator
 from moh_llm.training.step import TrainingStep, accumulate_gradients
-from moh_llm.training.thresholds import measure_thresholds, set_thresholds
 
 WINDOW, SINKS, START = 4, 1, 8
 
