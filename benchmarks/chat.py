@@ -6,16 +6,14 @@ Conversations are made by the base's chat template from the first short document
 not refer to each other. In four turns the user also tells a passkey, and after the last one the assistant repeats them.
 Figures: the share of the base's keys that is read (least to most conversation); on the answers, KL(base || model) in
 nats per token with 95 % intervals over conversations; passkeys whose tokens are all the most likely ones, by the turn
-that told them, and as a share of the base's. A run with `--json` goes on where it stopped.
+that told them, and as a share of the base's.
 """
 
 import argparse
-import json
 import random
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,11 +28,9 @@ from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
-from moh_llm.files import write_json
 from moh_llm.intervals import show_figure
 from moh_llm.metrics import Comparison, compare_predictions
 from moh_llm.modeling import MoHLlamaForCausalLM
-from moh_llm.records.identity import identify
 
 GROUPS = ((1, 5), (6, 10), (11, 15), (16, 20))  # first and last turn; the first one tells a passkey
 MOST = 80  # tokens of a question and its answer, so that 20 turns fit into 2,048
@@ -48,7 +44,6 @@ def main() -> int:
     parser.add_argument("--text", nargs="+", required=True, help="text files with documents 'Q: ... A: ...'")
     parser.add_argument("--conversations", type=int, default=10, metavar="N", help="how many (default: 10)")
     add_compute_dtype(parser, "float32", "since bfloat16 rounds by as much as the smallest KL here")
-    parser.add_argument("--json", type=Path, help="write the figures there, after each conversation")
     return status_of(run, parser.parse_args())
 
 
@@ -57,18 +52,8 @@ def run(args: argparse.Namespace) -> None:
     device, dtype, computed = device_and_dtype(args)
     base, models = load_models(args.base, args.models, device, dtype)
     chats = conversations(args.text, TextTokenizer.load(args.base), args.conversations)
-    asked = {"models": {name: identify(name).sha256 for name in (args.base, *models)}, "texts": args.text}
-    found = {"asked": asked | {"dtype": computed}, "rows": []}
-    if args.json and args.json.exists():
-        earlier = json.loads(args.json.read_text())
-        if earlier.get("asked") != found["asked"]:
-            raise UserError(f"{args.json} holds figures of other models or text; give another file, or delete it")
-        found = earlier
-    for chat in tqdm(chats[len(found["rows"]) :], desc="conversations", leave=False):
-        found["rows"].append(read(base, models, chat))
-        if args.json:
-            write_json(args.json, found)
-    rows, lengths = found["rows"][: len(chats)], [len(ids) for ids, _, _ in chats]
+    rows = [read(base, models, chat) for chat in tqdm(chats, desc="conversations", leave=False)]
+    lengths = [len(ids) for ids, _, _ in chats]
     print(f"{len(rows)} conversations of {GROUPS[-1][1]} turns, {min(lengths)} to {max(lengths)} tokens, {computed}")
     print(f"{'model':<30} {'keys':>20}" + "".join(f"{f'KL, turns {low}-{high}':>26}" for low, high in GROUPS))
     for name in models:

@@ -34,7 +34,7 @@ from moh_llm.metrics import compare_to_reference, logits_of
 NUMBERS = (5, 6, 8, 10, 20, 64)  # of documents
 FIGURES = {"ratio": perplexity_ratios, "KL": kls}
 ITEMS, BASES, DIFFERING, LOST = (30, 100, 500), (0.3, 0.5, 0.7, 0.9), (0.01, 0.02, 0.05, 0.1, 0.3), (1.0, 0.5, 0.25)
-BOOTSTRAPS, NORMAL = 500, 1.96
+SEED, BOOTSTRAPS, NORMAL = 0, 500, 1.96
 
 Ends = tuple[float, float] | list[float] | None
 
@@ -51,7 +51,6 @@ def main() -> int:
     items = jobs.add_parser("items", help="intervals of scores, differences and shares")
     for job, run, draws in ((texts, cover_documents, 2000), (items, cover_items, 500)):
         job.add_argument("--draws", type=int, default=draws)
-        job.add_argument("--seed", type=int, default=0)
         job.set_defaults(job=run)
     args = parser.parse_args()
     return status_of(args.job, args)
@@ -72,13 +71,13 @@ def cover_documents(args: argparse.Namespace) -> None:
     for name in models:
         of_all = [sums for (_, model), sums in populations.items() if model == name]
         populations["all", name] = np.concatenate(of_all)
-    print(f"share of {args.draws} draws, seed {args.seed}; {computed}, {name_device(device)}\n")
+    print(f"share of {args.draws} draws, seed {SEED}; {computed}, {name_device(device)}\n")
     print(f"| text | documents | model | figure | interval | {' | '.join(map(str, NUMBERS))} |")
     print("|---|---|---|---|---|" + "---|" * len(NUMBERS))
     all_shares: dict[str, list[dict[int, float]]] = {"bootstrap": [], "printed": []}
     for (text, name), sums in populations.items():
         for figure, function in FIGURES.items():
-            shares = cover_population(sums, function, args.draws, args.seed)
+            shares = cover_population(sums, function, args.draws)
             for method, by_number in shares.items():
                 cells = " | ".join(f"{100 * share:.1f}" for share in by_number.values())
                 print(f"| {text} | {len(sums)} | {Path(name).name} | {figure} | {method} | {cells} |", flush=True)
@@ -90,10 +89,10 @@ def cover_documents(args: argparse.Namespace) -> None:
 
 
 def cover_population(
-    sums: np.ndarray, figure: Callable[[np.ndarray], np.ndarray], draws: int, seed: int
+    sums: np.ndarray, figure: Callable[[np.ndarray], np.ndarray], draws: int
 ) -> dict[str, dict[int, float]]:
     """By interval and number of documents, the share of draws from `sums` `[D, 5]` whose interval holds the truth."""
-    generator, truth = np.random.default_rng(seed), figure(sums.sum(0)[None])[0]
+    generator, truth = np.random.default_rng(SEED), figure(sums.sum(0)[None])[0]
     held: dict[str, dict[int, float]] = {"bootstrap": {}, "printed": {}}
     for number in NUMBERS:
         drawn = sums[generator.integers(0, len(sums), (draws, number))]
@@ -111,11 +110,11 @@ def bootstrap(sums: np.ndarray, figure: Callable[[np.ndarray], np.ndarray]) -> E
 
 def cover_items(args: argparse.Namespace) -> None:
     """Print the table of items: the least share over bases' scores and sides."""
-    print(f"least share of {args.draws} draws, seed {args.seed}, over bases of {BASES} and {LOST} of the items lost\n")
+    print(f"least share of {args.draws} draws, seed {SEED}, over bases of {BASES} and {LOST} of the items lost\n")
     print("| items | differ | difference: 1.96 errors | printed | share: 1.96 errors | printed |")
     print("|---|---|---|---|---|---|")
     for items, differing in itertools.product(ITEMS, DIFFERING):
-        found = [cover_scores(items, base, differing, lost, args) for base, lost in settings(differing)]
+        found = [cover_scores(items, base, differing, lost, args.draws) for base, lost in settings(differing)]
         least = {key: min(one[key] for one in found if not math.isnan(one[key])) for key in found[0]}
         print(
             f"| {items} | {differing:.0%} | " + " | ".join(f"{100 * v:.1f}" for v in least.values()) + " |", flush=True
@@ -129,20 +128,20 @@ def settings(differing: float) -> Iterator[tuple[float, float]]:
             yield base, lost
 
 
-def cover_scores(items: int, base: float, differing: float, lost: float, args: argparse.Namespace) -> dict[str, float]:
+def cover_scores(items: int, base: float, differing: float, lost: float, draws: int) -> dict[str, float]:
     """By interval, the share of draws in which it holds the truth."""
-    draw, held = np.random.default_rng(args.seed), {}
+    draw, held = np.random.default_rng(SEED), {}
     only_base, only_model = differing * lost, differing * (1 - lost)
     shares = np.array([base - only_base, only_model, only_base, 1 - base - only_model]).clip(0)
     truth = {"difference": only_model - only_base, "share": 1 + (only_model - only_base) / base}
-    for _ in range(args.draws):
+    for _ in range(draws):
         kind = draw.choice(4, items, p=shares / shares.sum())
         model, of_base = np.isin(kind, (0, 1)).astype(float), np.isin(kind, (0, 2)).astype(float)
         for key, ends in intervals_of(model, of_base).items():
             if ends is not None:
                 held.setdefault(key, []).append(covers(ends, truth[key.split(":")[0]]))
     keys = "difference: errors", "difference: printed", "share: errors", "share: printed"
-    few = args.draws / 2
+    few = draws / 2
     return {key: float(np.mean(held[key])) if len(held.get(key, [])) > few else math.nan for key in keys}
 
 

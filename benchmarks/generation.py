@@ -11,8 +11,6 @@ each with its 95 % interval over documents.
 
 import argparse
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +20,6 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from moh_llm.errors import UserError
-from moh_llm.files import write_json
 from moh_llm.intervals import interval, show_figure, within
 
 BATCH = 4  # sequences
@@ -37,7 +34,6 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=384, metavar="T", help="of each document (default: 384)")
     parser.add_argument("--new-tokens", type=int, default=128, metavar="T", help="that the base writes (default: 128)")
     add_compute_dtype(parser)
-    parser.add_argument("--json", type=Path, help="write the tokens of each prompt there")
     return status_of(run, parser.parse_args())
 
 
@@ -55,9 +51,6 @@ def run(args: argparse.Namespace) -> None:
     for name, tokens in agreed.items():
         whole = show([count == args.new_tokens for count in tokens], 1)
         print(f"{name[-40:]:<40} {show(tokens, args.new_tokens)} tokens, the same throughout: {whole}")
-    if args.json:
-        settings: dict[str, Any] = {name: vars(args)[name] for name in ("prompt_tokens", "new_tokens")}
-        write_json(args.json, settings | {"compute_dtype": computed, "tokens": agreed})
 
 
 def read_prompts(name: str, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

@@ -96,25 +96,22 @@ def calls_of(found: list[Call]) -> Iterator[None]:
             ALL_ATTENTION_FUNCTIONS.register(NAME, before)
 
 
-def arguments_of(model: PreTrainedModel, inputs: torch.Tensor) -> tuple[nn.Module, tuple, dict[str, Any]]:
-    """The model's attention, and what it is called with."""
+def arguments_of(model: PreTrainedModel, inputs: torch.Tensor) -> tuple[nn.Module, dict[str, Any]]:
+    """The model's attention, and the keyword arguments that it is called with."""
     module, kept = model.layers[0].self_attn, []
-    handle = module.register_forward_pre_hook(lambda _, args, kwargs: kept.append((args, kwargs)), with_kwargs=True)
+    handle = module.register_forward_pre_hook(lambda _, args, kwargs: kept.append(kwargs), with_kwargs=True)
     try:
         with torch.no_grad():
             model(inputs_embeds=inputs, use_cache=False)
     finally:
         handle.remove()
-    return module, *kept[0]
+    return module, kept[0]
 
 
-def whole(module: nn.Module, args: tuple, kwargs: dict[str, Any], gradients: bool, pinned: SDPBackend | None) -> Run:
+def whole(module: nn.Module, kwargs: dict[str, Any], gradients: bool, pinned: SDPBackend | None) -> Run:
     """Attention of a layer from its input on: forward, or with gradients of the input and of all that is trained."""
-    hidden = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_(gradients)
-    if args:
-        args = (hidden, *args[1:])
-    else:
-        kwargs = kwargs | {"hidden_states": hidden}
+    hidden = kwargs["hidden_states"].detach().requires_grad_(gradients)
+    kwargs = kwargs | {"hidden_states": hidden}
     wanted = [hidden, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
     grad = gradient_of(hidden)
 
@@ -122,8 +119,8 @@ def whole(module: nn.Module, args: tuple, kwargs: dict[str, Any], gradients: boo
         with contextlib.nullcontext() if pinned is None else sdpa_kernel(pinned):
             if not gradients:
                 with torch.no_grad():
-                    return module(*args, **kwargs)[0]
-            out = module(*args, **kwargs)[0]
+                    return module(**kwargs)[0]
+            out = module(**kwargs)[0]
             return torch.autograd.grad(out, wanted, grad, allow_unused=True)
 
     return run
@@ -172,10 +169,10 @@ def measure_layer(
     device, dtype = device_of()
     inputs = torch.randn(rows, length, shape.width, device=device, dtype=dtype)
     base = layer_of(shape, sizes, None, None)
-    module, args, kwargs = arguments_of(base, inputs)
-    hidden = args[0] if args else kwargs["hidden_states"]
+    module, kwargs = arguments_of(base, inputs)
+    hidden = kwargs["hidden_states"]
     runs: dict[str, Run] = {"projections": projections(module, hidden, gradients)}
-    runs |= {peer: whole(module, args, kwargs, gradients, pinned) for peer, pinned in PINNED.items()}
+    runs |= {peer: whole(module, kwargs, gradients, pinned) for peer, pinned in PINNED.items()}
     operations: dict[str, Run] = {}
     more: dict[str, Row] = {}
     for plan, shares in PLANS.items():
@@ -183,8 +180,8 @@ def measure_layer(
         balance(model, hidden)
         calls: list[Call] = []
         with calls_of(calls):
-            module, args, kwargs = arguments_of(model, inputs)
-        runs[plan] = whole(module, args, kwargs, gradients, None)
+            module, kwargs = arguments_of(model, inputs)
+        runs[plan] = whole(module, kwargs, gradients, None)
         if calls:  # without calls all heads are on
             call = calls[0]._replace(inputs=[x.detach().requires_grad_(gradients) for x in calls[0].inputs])
             operations[plan] = call.run(by_the_model, gradients)
@@ -212,9 +209,9 @@ def kernels(record: Record, sizes: Sizes) -> None:
     inputs = torch.randn(1, length, shape.width, device=device, dtype=dtype)
     base = layer_of(shape, sizes, None, None)
     for gradients in (False, True):
-        module, args, kwargs = arguments_of(base, inputs)
-        hidden = args[0] if args else kwargs["hidden_states"]
-        runs = {"base": whole(module, args, kwargs, gradients, PINNED["cudnn"] if device.type == "cuda" else None)}
+        module, kwargs = arguments_of(base, inputs)
+        hidden = kwargs["hidden_states"]
+        runs = {"base": whole(module, kwargs, gradients, PINNED["cudnn"] if device.type == "cuda" else None)}
         for plan in ("fixed 50 %", "mixed 50 %"):
             model = layer_of(shape, sizes, PLANS[plan], base)
             balance(model, hidden)

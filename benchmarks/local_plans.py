@@ -72,15 +72,6 @@ def main() -> int:
     return status_of(run, parser.parse_args())
 
 
-def open_calibration(args: argparse.Namespace, base: BaseCheckpoint) -> list[Batch]:
-    """The calibration text that `convert.py` would take, or another seed's."""
-    if args.context > (positions := base.config.max_position_embeddings):
-        raise UserError(f"--context {args.context} is more than the {positions} tokens that {args.base} was made for")
-    tokenizer = open_tokenizer(base.folder, base.config.vocab_size)
-    text = mixture_from_arguments(args.calibration)
-    return calibration_part(text, tokenizer, args.calibration_tokens, args.context, args.seed)
-
-
 def calibration_part(
     mixture: Mixture, tokenizer: PreTrainedTokenizerBase, tokens: int, length: int, seed: int
 ) -> list[Batch]:
@@ -124,7 +115,11 @@ def run(args: argparse.Namespace) -> None:
     for name, plan in plans.items():
         shared_and_active(plan, base.config)
         check_output_folder(args.output_dir / name, overwrite=False, reads=[args.base])
-    batches, (device, dtype, _) = open_calibration(args, base), device_and_dtype(args)
+    if args.context > (positions := base.config.max_position_embeddings):
+        raise UserError(f"--context {args.context} is more than the {positions} tokens that {args.base} was made for")
+    text, tokenizer = mixture_from_arguments(args.calibration), open_tokenizer(base.folder, base.config.vocab_size)
+    batches = calibration_part(text, tokenizer, args.calibration_tokens, args.context, args.seed)
+    device, dtype, _ = device_and_dtype(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     calibrated: dict[str, list[dict[int, RoutingFit]]] = {}
     for window in windows:  # plans of one window share the sweeps, and the scores

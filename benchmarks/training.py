@@ -27,7 +27,6 @@ from moh_llm.attention import choose_for
 from moh_llm.conversion.plan import PlanOptions
 from moh_llm.devices import choose_device, name_device
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.training import networks
 from moh_llm.training.config import DataConfig, ObjectiveConfig, TrainConfig
 from moh_llm.training.parallel import make_accelerator
 from moh_llm.training.preflight import decide_precision
@@ -81,7 +80,7 @@ def moh_model(args: argparse.Namespace, dense: bool) -> MoHLlamaForCausalLM:
     more = {"max_position_embeddings": max(2048, args.length), "local_start": start}
     model = MoHLlamaForCausalLM(MoHLlamaConfig(**SHAPE, **heads, **more))
     if args.gradient_checkpointing:
-        networks.recompute(model)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # as `train` does
     return model
 
 

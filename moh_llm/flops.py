@@ -30,13 +30,16 @@ def forward_parts(config: MoHLlamaConfig, length: int, dense: bool = False) -> d
     queries = total if needs_queries or config.router_type == "query_norm" else on
     scores = on + (total - on) * fallback_keys(config, length)
     context = (length + 1) / 2  # mean number of positions that a token attends to
+    width = config.intermediate_size * (config.num_experts_per_tok if config.num_local_experts else 1)
+    with torch.device("meta"):
+        routers = [] if dense else [MoHRouter(config, layer) for layer in range(layers)]
     macs = {
         "queries": queries * hidden * size,
         "keys and values": layers * 2 * config.num_key_value_heads * hidden * size,
         "scores and weighted sums": scores * 2 * size * context,
         "output projection": (total if has_fallback else on) * hidden * size,
-        "feed-forward": layers * hidden * (3 * feed_forward_width(config) + config.num_local_experts),
-        "routing": 0 if dense else _router_macs(config),
+        "feed-forward": layers * hidden * (3 * width + config.num_local_experts),
+        "routing": sum(weight.numel() for router in routers for weight in router.parameters() if weight.dim() == 2),
         # A number linear in the layer's input, and a vector times it.
         "fallbacks": (total - on) * (hidden + size) if has_fallback else 0,
         "vocabulary": hidden * config.vocab_size,
@@ -84,15 +87,3 @@ def distant_keys(config: MoHLlamaConfig, position_ids: torch.Tensor) -> torch.Te
         return position_ids + 1.0
     beyond = position_ids + 1.0 - config.local_window - config.local_sinks
     return beyond.clamp_min(0).masked_fill(position_ids < config.all_heads_until, 0)
-
-
-def feed_forward_width(config: MoHLlamaConfig) -> int:
-    """Intermediate size of all that a token goes through in a layer: the MLP, or the experts that it selects."""
-    return config.intermediate_size * (config.num_experts_per_tok if config.num_local_experts else 1)
-
-
-def _router_macs(config: MoHLlamaConfig) -> int:
-    """Multiply-adds per token of all layers' routers."""
-    with torch.device("meta"):
-        routers = [MoHRouter(config, layer) for layer in range(config.num_hidden_layers)]
-    return sum(weight.numel() for router in routers for weight in router.parameters() if weight.dim() == 2)

@@ -30,8 +30,7 @@ def _oracle(model: MoHLlamaForCausalLM) -> Iterator[None]:
         attention, state = layer.self_attn, {}
 
         def keep(module, args, kwargs, state=state):
-            state["x"] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            seen = kwargs["seen"]
+            state["x"], seen = kwargs["hidden_states"], kwargs["seen"]
             state["first"] = (seen.start == seen.last).all(-1)
 
         def values(module, args, output, state=state):

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from moh_llm.attention.call import Call
 from moh_llm.attention.cpu_near import near_attention
-from moh_llm.attention.cpu_parts import attention_of_spans, causal_attention, kept, places_of, put, states_of, take
+from moh_llm.attention.cpu_parts import AttentionOfSpans, causal_attention, kept, places_of, put, states_of, take
 from moh_llm.attention.cpu_selected import attention_of_step, equal_runs, write_selected
 from moh_llm.modeling.seen_moh import Seen, can_be_read
 
@@ -113,7 +113,7 @@ def _in_training(call: Call, on: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         """Full attention of these heads up to the end of the last span, `[B, end, len(ids), D]`."""
         end = max(tokens.stop for _, tokens in spans)
         states = (tensor[:, :, :end] for tensor in states_of(ids, query, key, value))
-        return attention_of_spans(*states, spans, scaling)
+        return AttentionOfSpans.apply(*states, spans, scaling).transpose(1, 2)
 
     def spread(ids: list[int], tensor: torch.Tensor) -> torch.Tensor:
         """Scatter `[B, T, len(ids), D]` into zeros `[B, T, H, D]`."""

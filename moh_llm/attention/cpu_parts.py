@@ -101,7 +101,7 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2)
 
 
-class _OfSpans(torch.autograd.Function):
+class AttentionOfSpans(torch.autograd.Function):
     """Causal attention `[B, H, T, D]` within each span of rows and tokens; zero elsewhere."""
 
     @staticmethod
@@ -171,10 +171,3 @@ def _is_whole(spans: list[tuple[slice, slice]], query: torch.Tensor) -> bool:
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the kernel's log-sum-exp."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def attention_of_spans(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: list[tuple[slice, slice]], scaling: float
-) -> torch.Tensor:
-    """Causal attention `[B, T, H, D]` within spans of rows and tokens, zero elsewhere, with gradients."""
-    return _OfSpans.apply(query, key, value, spans, scaling).transpose(1, 2)

@@ -67,8 +67,9 @@ def attention_of_parts(call: Call, kernels: Kernels) -> torch.Tensor:
     # Not a view: dynamo guards on the base of a view.
     states = torch.ops.aten._unsafe_view(query.transpose(1, 2).contiguous(), (-1, size))
     rows = [part.rows.flatten() for part in parts]
+    of_parts = _Apart.apply(states, place, *rows) if _wants_gradients(states) else _taken(states, rows)
     outputs, lses = [], []
-    for part, own in zip(parts, _apart(states, place, rows), strict=True):
+    for part, own in zip(parts, of_parts, strict=True):
         taken = (
             states if len(part.groups) == states.shape[1] else states.index_select(1, part.groups)
             for states in (key, value)
@@ -268,11 +269,6 @@ def _together(place: torch.Tensor, rows: list[torch.Tensor], parts: list[torch.T
     if _wants_gradients(*parts):
         return _Together.apply(place, *rows, *parts)
     return _joined(parts, place)  # dynamo would not trace the other
-
-
-def _apart(states: torch.Tensor, place: torch.Tensor, rows: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """`_taken` with gradients, for which it needs the place of each row."""
-    return _Apart.apply(states, place, *rows) if _wants_gradients(states) else _taken(states, rows)
 
 
 class _Apart(torch.autograd.Function):

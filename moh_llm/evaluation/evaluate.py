@@ -124,6 +124,8 @@ def analyse_models(
     Returns by label the record of `moh_llm.analysis.heads.analyse`, or ``{"error": ...}``, in one line, of a model
     whose analysis failed.
     """
+    from moh_llm.analysis.heads import analyse
+
     found: dict[str, dict[str, Any]] = {}
     texts: dict[str, list[str]] = {}
     for label, model in models.items():
@@ -135,7 +137,7 @@ def analyse_models(
             if has_heads_off(model):
                 texts = texts or _read_texts(suite, options, say)
                 say(f"analysis of {label}: loading {model}")
-                found[label] = _analyse(model, texts, device, dtype)
+                found[label] = analyse(*load_moh(model, dtype, device), texts)
         except Exception as error:
             if not isinstance(error, UserError):
                 traceback.print_exception(error)  # it may be a bug
@@ -196,10 +198,3 @@ def _text(task: "ConfigurableTask", requests: "list[Instance]") -> str:
         number = label if isinstance(label, int) else 0
     # Context and continuation, or context and settings for writing one, or all in one.
     return "".join(part for part in requests[number].args if isinstance(part, str))
-
-
-def _analyse(model: str, texts: dict[str, list[str]], device: str, dtype: str) -> dict[str, Any]:
-    from moh_llm.analysis.heads import analyse
-
-    network, tokenizer = load_moh(model, dtype, device)
-    return analyse(network, tokenizer, texts)

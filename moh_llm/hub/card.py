@@ -87,6 +87,7 @@ def build_card(
         conversion=made,
         run=run,
         licence=found,
+        unit="images" if of_images else "tokens",
         unrecorded=_unrecorded(lineage),
         versions=[f"{package} {version}" for package, version in versions.items() if version],
         **own,
@@ -239,8 +240,6 @@ def _describe_text(fields: dict[str, Any], lineage: Lineage, evaluation: Path | 
         "report": report,
         "label": label,
         "no_results": [row for row in scored if row not in report.results(label)],
-        "fewest_items": FEWEST_ITEMS,
-        "unit": "tokens",
     }
     results = _eval_results(report, label) if report else []
     return values, {"eval_results": results, "library_name": "transformers", "pipeline_tag": "text-generation"}
@@ -263,8 +262,6 @@ def _describe_images(fields: dict[str, Any], lineage: Lineage, evaluation: Path 
         "report": report,
         "label": label,
         "in_index": bool(results),
-        "fewest_items": FEWEST_ITEMS,
-        "unit": "images",
     }
     if "_class_name" in fields:
         return values, {"eval_results": results, "library_name": "diffusers"}
@@ -341,4 +338,5 @@ def _template(name: str) -> Template:
         "string_literal": lambda value: Safe(json.dumps(visible(value), ensure_ascii=False)),
     }
     templates.globals |= {"claims": claims, "references": REFERENCES, "tables": tables, "runs": runs}
+    templates.globals["fewest_items"] = FEWEST_ITEMS
     return templates.get_template(name)

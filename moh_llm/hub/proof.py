@@ -10,14 +10,12 @@ REQUEST.json holds `folder`, `fields`, `threads`, `package`, `tensors` and `reco
 number of threads, where `moh_llm` is, and where to write the tensors and the record.
 """
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,8 +85,10 @@ def _run_clean(folder: Path, fields: dict[str, Any], scratch: Path) -> tuple[dic
 
     for name in ("empty", "cache"):
         (scratch / name).mkdir()
-    request = {"folder": str(folder), "fields": fields, "threads": torch.get_num_threads()}
-    request |= {
+    request = {
+        "folder": str(folder),
+        "fields": fields,
+        "threads": torch.get_num_threads(),
         "package": str(Path(__file__).parents[2]),
         "tensors": str(scratch / "seen.safetensors"),
         "record": str(scratch / "seen.json"),
@@ -132,10 +132,12 @@ def compare(seen: Path, local: Path, fields: dict[str, Any]) -> str | None:
     import torch
     from safetensors import safe_open
     from transformers import AutoTokenizer
+    from transformers.modeling_utils import AttentionInterface
     from transformers.utils import logging
 
     from moh_llm.errors import reason
     from moh_llm.modeling import MoHLlamaForCausalLM
+    from moh_llm.modeling.interval_attention_moh import NAME
 
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -157,9 +159,12 @@ def compare(seen: Path, local: Path, fields: dict[str, Any]) -> str | None:
     if tokenizer is None:
         ours = observe_images(model, images)
     else:
-        batch = encode(tokenizer, model.config)
-        with _by_travelling_files():
-            ours = observe(model, batch, tokenizer.pad_token_id)
+        # By the files that travel, as in the clean process: a backend adds in another order.
+        backend = AttentionInterface._global_mapping.pop(NAME)
+        try:
+            ours = observe(model, encode(tokenizer, model.config), tokenizer.pad_token_id)
+        finally:
+            AttentionInterface.register(NAME, backend)
     with safe_open(seen, framework="pt") as file:
         for name, here in ours.items():
             there = file.get_tensor(name)
@@ -170,22 +175,6 @@ def compare(seen: Path, local: Path, fields: dict[str, Any]) -> str | None:
             if not torch.equal(there, here):
                 return f"{name} differs from the local model's by up to {(there - here).abs().max().item():.3g}"
     return None
-
-
-@contextlib.contextmanager
-def _by_travelling_files() -> Iterator[None]:
-    """Compute attention with the files that travel, as the clean process does: a backend adds in another order."""
-    from transformers.modeling_utils import AttentionInterface
-
-    from moh_llm.modeling.interval_attention_moh import NAME
-
-    forms = AttentionInterface._global_mapping
-    registered = forms.pop(NAME, None)
-    try:
-        yield
-    finally:
-        if registered is not None:
-            forms[NAME] = registered
 
 
 # ---- what both processes compute
@@ -206,7 +195,7 @@ def observe(model: Any, batch: dict[str, Any], pad_token_id: int | None) -> dict
     import torch
 
     mask = batch["attention_mask"].bool()
-    tensors = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    tensors = dict(batch)
     model.eval()
     with torch.no_grad():
         for i, ids in enumerate(batch["input_ids"]):

@@ -84,8 +84,14 @@ def publish(options: PublishConfig, say: Callable[[str], None] = say) -> Publica
         write_seal(copy, hash_model(copy))
         paths = sorted(path for path in copy.rglob("*") if path.is_file())
         uploaded = {path.relative_to(copy).as_posix(): path.stat().st_size for path in paths}
-        for line in _describe(uploaded, proof):
-            say(line)
+        width, seen = max(map(len, uploaded)), proof.record
+        for name, size in uploaded.items():
+            say(f"{name:<{width}}  {size:>14,} bytes")
+        say("checks: passed")
+        say(
+            f"proof: in a clean process, {seen['compared']} equal the local model's bit for bit "
+            f"({seen['dtype']}, transformers {seen['versions']['transformers']}, {seen['seconds']} s)"
+        )
         if token is None:
             place = folder.resolve().with_name(f"{folder.resolve().name}.card.md")
             write_text(place, card)
@@ -129,17 +135,6 @@ def _write_notice(copy: Path, licence: Licence) -> None:
     present = place.read_text(encoding="utf-8", errors="replace") if place.is_file() else ""
     if " ".join(wanted.split()) not in " ".join(present.split()):
         write_text(place, f"{present.rstrip()}\n\n{wanted}".lstrip())
-
-
-def _describe(files: dict[str, int], proof: Proof) -> list[str]:
-    """The files and the result of the proof, as lines to print."""
-    width, seen = max(map(len, files)), proof.record
-    return [
-        *(f"{name:<{width}}  {size:>14,} bytes" for name, size in files.items()),
-        "checks: passed",
-        f"proof: in a clean process, {seen['compared']} equal the local model's bit for bit "
-        f"({seen['dtype']}, transformers {seen['versions']['transformers']}, {seen['seconds']} s)",
-    ]
 
 
 # ---- the model of a training run

@@ -57,7 +57,12 @@ def save_network(
         network = network.merge_and_unload()
     if thresholds is not None:
         set_thresholds(network, thresholds)
-    dtype = _cast(network, Path(config.model))
+    weight_map = read_weight_map(Path(config.model))[1]
+    stored = tensor_dtypes(Path(config.model), weight_map)
+    dtype = matrix_dtype(Path(config.model), weight_map) or torch.float32
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            weight.data = cast_weight(weight.data, stored.get(name, dtype), name)
     with new_folder(folder, overwrite=True) as temporary:
         try:
             network.save_pretrained(temporary)
@@ -78,16 +83,6 @@ def add_records(folder: Path, config: TrainConfig, starting_point: StartingPoint
     made = hash_model(folder)
     starting_point.chain_after(config, steps, made).write(folder / LINEAGE)
     write_seal(folder, made)
-
-
-def _cast(network: torch.nn.Module, folder: Path) -> torch.dtype:
-    """Cast each weight to the dtype that it has in ``folder``, and return that of the matrices."""
-    weight_map = read_weight_map(folder)[1]
-    stored, widest = tensor_dtypes(folder, weight_map), matrix_dtype(folder, weight_map) or torch.float32
-    with torch.no_grad():
-        for name, weight in network.named_parameters():
-            weight.data = cast_weight(weight.data, stored.get(name, widest), name)
-    return widest
 
 
 def is_finished(run: Run, say: Callable[[str], None]) -> bool:

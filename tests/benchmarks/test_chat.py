@@ -47,12 +47,13 @@ def test_the_figures_are_those_of_answers_and_passkeys(make_llama, convert, rive
         assert tokenizer.decode(ids).split("[user]")[number].startswith(f"{fact} Remember it.\nWhy {number + 3}?")
 
     words = ["chat.py", str(tmp_path / "moh"), "--base", str(base), "--text", str(tmp_path / "text.jsonl")]
-    words += ["--json", str(tmp_path / "found.json"), "--conversations"]
-    monkeypatch.setattr(sys, "argv", [*words, str(CHATS)])
+    rows, read = [], chat.read
+    monkeypatch.setattr(chat, "read", lambda *given: rows.append(read(*given)) or rows[-1])
+    monkeypatch.setattr(sys, "argv", [*words, "--conversations", str(CHATS)])
     capsys.readouterr()
     assert chat.main() == 0
-    assert f"{CHATS} conversations of {TURNS} turns" in (printed := capsys.readouterr().out)
-    rows, (ids, turn, _) = json.loads((tmp_path / "found.json").read_text())["rows"], made[CHATS]
+    assert f"{CHATS} conversations of {TURNS} turns" in capsys.readouterr().out
+    ids, turn, _ = made[CHATS]
     assert [row["base"]["right"] for row in rows] == [[False, True, False, False]] + [[False] * 4] * (CHATS - 1)
     with torch.inference_mode():
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "moh").eval()
@@ -63,7 +64,6 @@ def test_the_figures_are_those_of_answers_and_passkeys(make_llama, convert, rive
         assert sums[3] == pytest.approx(kl[turn[1:] == number].sum().item(), rel=1e-3) != 0
     assert 0 < rows[0][str(tmp_path / "moh")]["keys"] < 1
 
-    assert chat.main() == 0 and capsys.readouterr().out == printed  # from the file
-    monkeypatch.setattr(sys, "argv", [*words, "9"])
+    monkeypatch.setattr(sys, "argv", [*words, "--conversations", "9"])
     assert chat.main() == 1
     assert "error: 20 questions and answers of at most 80 tokens in " in capsys.readouterr().err

@@ -19,5 +19,5 @@ def test_a_population_of_documents():
     draw = np.random.default_rng(0)
     tokens = draw.integers(50, 500, 300).astype(float)
     sums = np.stack([tokens, tokens * 3, tokens * 3, tokens * draw.lognormal(-3, 0.5, 300), tokens], 1)
-    found = coverage.cover_population(sums, kls, 100, 0)
+    found = coverage.cover_population(sums, kls, 100)
     assert found["printed"][5] > 0.93 > found["bootstrap"][5] and set(found["printed"]) == set(coverage.NUMBERS)

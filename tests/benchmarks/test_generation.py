@@ -21,12 +21,14 @@ def test_the_counts_are_those_of_two_generations(make_llama, convert, river, tmp
         assert convert(base, tmp_path / heads, *flags) == 0
     words = ["generation.py", str(tmp_path / "3"), str(tmp_path / "4"), "--base", str(base), "--text", str(river)]
     words += ["--documents", str(PROMPTS), "--prompt-tokens", str(PROMPT), "--new-tokens", str(NEW)]
-    monkeypatch.setattr(sys, "argv", [*words, "--json", str(tmp_path / "found.json")])
+    monkeypatch.setattr(sys, "argv", words)
+    shown, show = [], generation.show
+    monkeypatch.setattr(generation, "show", lambda *given: shown.append(given[0]) or show(*given))
     assert generation.main() == 0
     assert f"{PROMPTS} prompts of {PROMPT} tokens" in capsys.readouterr().out
-    found = json.loads((tmp_path / "found.json").read_text())["tokens"]
-    assert found[str(tmp_path / "4")] == [NEW] * PROMPTS  # with all heads on the model is its base
-    assert min(found[str(tmp_path / "3")]) < NEW
+    whole, found, _, all_on = shown  # of each model whether the counts are the whole, and the counts
+    assert all_on == [NEW] * PROMPTS  # with all heads on the model is its base
+    assert min(found) < NEW and whole == [count == NEW for count in found]
 
     tokenizer = AutoTokenizer.from_pretrained(base)
     texts = [json.loads(line)["text"] for line in river.read_text().splitlines()]
@@ -36,4 +38,4 @@ def test_the_counts_are_those_of_two_generations(make_llama, convert, river, tmp
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         written[folder] = [generation.continuation(model, torch.tensor([row]), NEW)[0] for row in rows]
     pairs = zip(written[base], written[tmp_path / "3"], strict=True)
-    assert [int((own == other).long().cumprod(0).sum()) for own, other in pairs] == found[str(tmp_path / "3")]
+    assert [int((own == other).long().cumprod(0).sum()) for own, other in pairs] == found
