@@ -12,8 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_evidence
-import jobs
-from jobs import Job, left, open_record, run_jobs
+from gpu_evidence import Job, left, open_record, run_jobs
 
 CORPORA = ("redpajama_arxiv", "redpajama_wikipedia", "redpajama_book", "dolma", "pile")
 
@@ -67,7 +66,7 @@ def test_at_the_limit_a_command_ends_with_its_processes_and_the_rest_stays_in_th
             ended = path.exists() and json.loads(path.read_text())["commands"]
             return 100 if ended and child.exists() else 0
 
-    monkeypatch.setattr(jobs, "time", Clock)
+    monkeypatch.setattr(gpu_evidence, "time", Clock)
     todo = {"fast": Job(python("print(1)")), "slow": Job(python(start)), "next": Job(sleep)}
     run_jobs("part", todo, path, record := open_record(path, resume=False), 60, at_once=2)
     assert json.loads(path.read_text()) == record
