@@ -14,19 +14,21 @@ goes on where it stopped.
 With `--presses` documents are read as a prompt of 2,048 tokens and the others in one pass, models with their
 `MoHCache`, and caches are measured. Rows below a model's are of the presses that are named, classes of kvpress
 (`baselines/pressed.py`): of the base's cache of the prompt they keep as many bytes as the model's cache takes then.
+So do rows of the models of `--pressed`, from whose groups that are on the presses drop keys.
 """
 
 import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from baselines.pressed import press_of, read_pressed
+from baselines.pressed import press_of, read_pressed, read_pressed_groups
 from command import add_compute_dtype, cache_bytes, device_and_dtype, kind_of_device, load_models, status_of
 from tqdm import tqdm
 from transformers import AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
@@ -59,6 +61,7 @@ def main() -> int:
     parser.add_argument("--documents", type=int, help="how many documents (default: 20, or as many as there are)")
     parser.add_argument("--prompts", type=int, default=8, help="prompts of each retrieval task; 0: none")
     parser.add_argument("--presses", nargs="*", metavar="CLASS", help="such as SnapKVPress, or none")
+    parser.add_argument("--pressed", nargs="+", default=[], metavar="MODEL", help="models without a router, to press")
     add_compute_dtype(parser, "float32", "since bfloat16 rounds by as much as the smallest KL here")
     parser.add_argument("--json", type=Path, help="write the figures there, after each document")
     return status_of(run, parser.parse_intermixed_args())
@@ -70,14 +73,19 @@ def run(args: argparse.Namespace) -> None:
     presses = {name: press_of(name) for name in args.presses} if cached else None
     if cached and args.context < HEADLINE + 2:
         raise UserError(f"--presses: --context {args.context} leaves nothing to score after {HEADLINE} tokens")
-    base, models = load_models(args.base, names, device, dtype)
+    base, models = load_models(args.base, [*names, *args.pressed], device, dtype)
+    pressed = {name: models.pop(name) for name in args.pressed}
+    for model in pressed.values():
+        if not args.presses or model.config.router_type != "none" or model.config.head_fallback != "local":
+            raise UserError("--pressed takes models by convert.py --fallback local --router none, and --presses")
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     documents = long_documents(args.text, tokenizer, args.context, args.documents)
     room = args.context - 100 * len(DISTANCES)  # the questions come last
     distances = [distance for distance in DISTANCES if distance <= room]
-    asked = {"models": {name: identify(name).sha256 for name in (args.base, *names)}, "texts": args.text}
+    asked = {"models": {name: identify(name).sha256 for name in (args.base, *names, *pressed)}, "texts": args.text}
     asked |= {"context": args.context, "distances": distances, "dtype": computed, "device": kind_of_device(device)}
     asked |= {"presses": args.presses} if cached else {}
+    asked |= {"pressed": args.pressed} if pressed else {}
     found: dict[str, Any] = {"asked": asked, "documents": {}, "prompts": {}}
     if args.json and args.json.exists():
         earlier = json.loads(args.json.read_text())
@@ -94,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
     with torch.inference_mode():
         for number, (text, ids) in enumerate(tqdm(documents, desc="documents", unit="document")):
             if str(number) not in found["documents"]:
-                found["documents"][str(number)] = {"text": text} | compare(base, models, ids, presses)
+                found["documents"][str(number)] = {"text": text} | compare(base, models, ids, presses, pressed)
                 save()
         for number, key in enumerate(tqdm(keys, desc="retrieval", unit="prompt")):
             if key not in found["prompts"]:
@@ -149,11 +157,16 @@ def long_documents(
 
 
 def compare(
-    base: PreTrainedModel, models: dict[str, MoHLlamaForCausalLM], ids: torch.Tensor, presses: dict[str, Any] | None
+    base: PreTrainedModel,
+    models: Mapping[str, MoHLlamaForCausalLM],
+    ids: torch.Tensor,
+    presses: Mapping[str, Any] | None,
+    others: Mapping[str, MoHLlamaForCausalLM] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Per model sums `[5]` over positions between `EDGES` and from `HEADLINE` on, and shares of keys and heads.
 
-    With presses, or an empty dict of them, the bytes of the caches after the prompt and after all tokens, too.
+    With presses, or an empty dict of them, the bytes of the caches after the prompt and after all tokens, too. The
+    presses are those of the base and of the `others`.
     """
     ids = ids[None].to(base.device)
     reference = base.model(ids, use_cache=False).last_hidden_state[0]
@@ -172,12 +185,18 @@ def compare(
         keys = {of: keys_read(on, model.config, start) for of, start in starts.items()}
         found[name] = {"keys": keys, "heads_on": on.mean().item(), "heads_on_5_95": spread, "bytes": sizes}
         for press, kind in (presses or {}).items():
-            later, pressed, dropped = read_pressed(base, ids, HEADLINE, sizes[0], kind)
-            states[f"{name}/{press}"] = base, torch.cat([reference[:HEADLINE], later])
-            every = torch.arange(1, len(on) + 1, dtype=torch.float64)
-            read = every - dropped * (every > HEADLINE)
-            keys = {of: (read[start:].sum() / every[start:].sum()).item() for of, start in starts.items()}
-            found[f"{name}/{press}"] = {"keys": keys, "heads_on": 1.0, "heads_on_5_95": [1.0, 1.0], "bytes": pressed}
+            with_others = {f"{press}+{Path(of).name}": other for of, other in others.items()}
+            for own, pressed in {press: base, **with_others}.items():
+                reads, on = read_pressed, torch.ones(ids.shape[1])
+                if pressed is not base:
+                    reads, plan = read_pressed_groups, pressed.config
+                    on[plan.all_heads_until :] = np.mean(plan.active_heads_per_layer) / plan.num_attention_heads
+                hidden, sizes_then, dropped = reads(pressed, ids, HEADLINE, sizes[0], kind)
+                states[f"{name}/{own}"] = pressed, hidden
+                keys = {of: keys_read(on, model.config, start, dropped) for of, start in starts.items()}
+                spread = on.quantile(torch.tensor([0.05, 0.95])).tolist()
+                row = {"keys": keys, "heads_on": on.mean().item(), "heads_on_5_95": spread, "bytes": sizes_then}
+                found[f"{name}/{own}"] = row
     compared: dict[str, list[torch.Tensor]] = {name: [] for name in states}
     for rows in torch.arange(ids.shape[1] - 1, device=ids.device).split(ROWS):
         log_q = base.lm_head(reference[rows]).float().log_softmax(-1)
@@ -217,11 +236,14 @@ def hidden_and_gates(
     return hidden, on
 
 
-def keys_read(on: torch.Tensor, config: Any, start: int = 0) -> float:
-    """Share of the keys of dense attention that are read from position `start` on, by the share of heads `on` `[T]`."""
+def keys_read(on: torch.Tensor, config: Any, start: int = 0, dropped: int = 0) -> float:
+    """Share of the keys of dense attention that are read from position `start` on, by the share of heads `on` `[T]`.
+
+    From `HEADLINE` on heads that are on have `dropped` keys less.
+    """
     every = torch.arange(1, len(on) + 1, dtype=torch.float64)
     fallback = every.clamp_max(config.local_window + config.local_sinks) * (config.head_fallback == "local")
-    read = on.double() * every + (1 - on.double()) * fallback
+    read = on.double() * (every - dropped * (every > HEADLINE)) + (1 - on.double()) * fallback
     return (read[start:].sum() / every[start:].sum()).item()
 
 

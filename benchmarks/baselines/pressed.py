@@ -2,9 +2,11 @@
 
     pip install kvpress==0.5.5   # in an environment of its own: it takes transformers below 5.3
 
-A press chooses which keys of a prompt stay, once, at its end. It keeps all keys that come later.
+A press chooses which keys of a prompt stay, once, at its end. It keeps all keys that come later. Converted models are
+read with a press, too: of the groups that are on it keeps the keys with the best scores, as many of each.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +14,11 @@ from command import cache_bytes
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moh_llm import MoHCache
+from moh_llm.attention.cache import SplitKeys
 from moh_llm.errors import UserError
+from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.modeling.seen_moh import Seen
 
 
 def press_of(name: str) -> Any:
@@ -36,14 +42,68 @@ def read_pressed(
     """Read `ids` `[1, T]` with a press, which keeps at most `size` bytes of the cache of the first `prompt` tokens.
 
     Returns:
-        The last hidden states `[T - prompt, C]` of the others, read in one pass with the compressed cache; the bytes of
-        the cache after the prompt and after all tokens; and the number of dropped tokens.
+        The last hidden states `[T, C]`, those after the prompt of one pass with the compressed cache; the bytes of the
+        cache after the prompt and after all tokens; and the number of dropped tokens.
     """
     cache, positions = DynamicCache(config=model.config), torch.arange(ids.shape[1], device=ids.device)[None]
     numbers = 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim  # a token's
     with press(compression_ratio=1 - size / (prompt * numbers * model.dtype.itemsize))(model):
-        model.model(ids[:, :prompt], past_key_values=cache)
+        before = model.model(ids[:, :prompt], past_key_values=cache).last_hidden_state
     dropped, sizes = prompt - cache.get_seq_length(), [cache_bytes(cache)]
     # The cache holds fewer tokens than were read, so that positions are to be given.
-    later = model.model(ids[:, prompt:], past_key_values=cache, position_ids=positions[:, prompt:])
-    return later.last_hidden_state[0], [*sizes, cache_bytes(cache)], dropped
+    later = model.model(ids[:, prompt:], past_key_values=cache, position_ids=positions[:, prompt:]).last_hidden_state
+    return torch.cat([before, later], dim=1)[0], [*sizes, cache_bytes(cache)], dropped
+
+
+class PressedCache(MoHCache):
+    """A `MoHCache` of a model without a router, in which groups that are on have lost `dropped` tokens of a prompt."""
+
+    dropped = 0
+
+    def press(self, scores: Sequence[torch.Tensor], size: int) -> None:
+        """Keep the tokens with the best scores `[1, KV, S]` of each layer, as many as `size` bytes hold."""
+        pressed = [layer for layer in self.layers if layer.keys.shape[1]]
+        token = sum(2 * layer.keys[:, :, :1].nbytes for layer in pressed)
+        self.dropped = max(0, -((size - cache_bytes(self)) // token))
+        for layer in pressed:
+            room, own = layer._rooms[0], scores[self.layers.index(layer)][:, layer._groups[0]]
+            kept = own.topk(room.length - self.dropped).indices.sort().values[..., None]
+            room.change(lambda states, kept=kept: states.gather(2, kept.expand(-1, -1, -1, states.shape[3])))
+            room.length = kept.shape[2]
+            layer.keys, layer.values = room.states
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple:
+        keys, values = super().update(*args, **kwargs)
+        if self.dropped and isinstance(keys, SplitKeys):  # the last part's groups are off
+            for number, (*part, seen) in enumerate(keys.parts[:-1]):
+                keys.parts[number] = (*part, seen._replace(last=seen.last - self.dropped, is_causal=False, scratch={}))
+        return keys, values
+
+
+def read_pressed_groups(
+    model: MoHLlamaForCausalLM, ids: torch.Tensor, prompt: int, size: int, press: Any
+) -> tuple[torch.Tensor, list[int], int]:
+    """`read_pressed` of a converted model without a router: each group that is on drops as many tokens of its own."""
+    config, length = model.config, ids.shape[1]
+    positions = torch.arange(length, device=ids.device)[None]
+    local = config.local_window, config.local_sinks, config.local_start
+    first, later = (Seen.from_positions(part, part * 0, *local) for part in positions.tensor_split([prompt], dim=1))
+    scorer, scores, whole, cache = press(0.0), [], DynamicCache(config=config), PressedCache(config)
+
+    def score(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        layer = whole.layers[module.layer_idx]
+        scores.append(scorer.score(module, kwargs["hidden_states"], layer.keys, layer.values, None, kwargs))
+
+    with scorer(model):
+        hooks = [layer.self_attn.register_forward_hook(score, with_kwargs=True) for layer in model.model.layers]
+        before = model.model(ids[:, :prompt], past_key_values=whole).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    for index, layer in enumerate(whole.layers):
+        cache.update(layer.keys, layer.values, index, {"seen": first, "all_on": False})
+    cache.press(scores, size)
+    sizes, kept = [cache_bytes(cache)], prompt - cache.dropped
+    mask = torch.ones(length - prompt, kept + length - prompt, dtype=torch.bool, device=ids.device).tril(kept)
+    how = {"attention_mask": mask[None, None], "seen": later}  # the mask is for layers whose groups are all on
+    later = model.model(ids[:, prompt:], past_key_values=cache, position_ids=positions[:, prompt:], **how)
+    return torch.cat([before, later.last_hidden_state], dim=1)[0], [*sizes, cache_bytes(cache)], cache.dropped

@@ -7,13 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moh_llm import attention
 from moh_llm.flops import forward_flops
-from moh_llm.modeling import MoHLlamaForCausalLM
+from moh_llm.modeling import MoHLlamaForCausalLM, attention_moh
+from moh_llm.modeling.interval_attention_moh import masked_attention
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import long_context
+from baselines.pressed import read_pressed_groups
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +57,10 @@ class Middle:
     def __init__(self, compression_ratio: float):
         self.ratio = compression_ratio
 
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        assert hidden_states.shape[1] == keys.shape[2] == 600
+        return scores(module.layer_idx)[None]
+
     @contextmanager
     def __call__(self, model):
         def drop(module, args, kwargs, output):
@@ -74,10 +83,13 @@ def test_a_press_keeps_as_many_bytes_as_a_cache_and_later_tokens_do_not_see_the_
     shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "max_position_embeddings": 1024}
     base, moh = make_pair(num_hidden_layers=2, initializer_range=0.2, **shape, **plan)
     ids = torch.randint(3, 200, (640,), generator=torch.Generator().manual_seed(0))
-    found = long_context.compare(base, {"moh": moh}, ids, {"Middle": Middle})
+    found = long_context.compare(base, {"moh": moh}, ids, {"Middle": Middle}, {"out/moh": moh})
     plain = long_context.compare(base, {"moh": moh}, ids, None)["moh"]
     assert found["moh"]["sums"]["headline"] == pytest.approx(plain["sums"]["headline"], rel=1e-3)
     assert found["moh"]["keys"] == pytest.approx(plain["keys"])
+    same = found["moh/Middle+moh"]  # has nothing to drop
+    assert same["bytes"][0] == found["moh"]["bytes"][0] and same["keys"] == pytest.approx(plain["keys"])
+    assert same["sums"] == {part: pytest.approx(sums, rel=1e-3) for part, sums in plain["sums"].items()}
     # One group of six keeps 600 tokens; the others those of a MoHCache: sinks, window and what may be cropped.
     token = 2 * 8 * 4  # bytes of a key and a value
     of_groups = 600 + 5 * (4 + 7 + 64)
@@ -95,6 +107,46 @@ def test_a_press_keeps_as_many_bytes_as_a_cache_and_later_tokens_do_not_see_the_
     )
     kl = (q.exp() * (q - p)).sum().item()
     assert kl > 0.01 and found["moh/Middle"]["sums"]["headline"][3] == pytest.approx(kl, rel=1e-3)
+
+
+def scores(layer: int) -> torch.Tensor:
+    """Different ones `[3, 600]` for each group, all of them distinct."""
+    return (torch.arange(600) * 7 + torch.tensor([[11], [101], [301]]) * (layer + 1)) % 600.0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backends", [attention.BACKENDS, {}], ids=["fast", "reference"])
+def test_of_a_converted_model_a_press_drops_keys_of_the_groups_that_are_on(make_pair, monkeypatch, backends):
+    monkeypatch.setattr(attention, "BACKENDS", backends)
+    plan = {"shared_heads": [[2, 3], [], [0, 1, 2, 3, 4, 5]], "router_type": "none", "routing_granularity": "kv_group"}
+    plan |= {"num_shared_heads": [2, 0, 6], "num_active_heads": [2, 0, 6], "head_fallback": "local", "local_window": 8}
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "max_position_embeddings": 1024}
+    _, moh = make_pair(num_hidden_layers=3, initializer_range=0.2, **shape, **plan, local_start=0)
+    ids = torch.randint(3, 200, (640,), generator=torch.Generator().manual_seed(0))
+    token = 2 * 8 * 4  # bytes of a key and a value
+    hidden, (then, _), dropped = read_pressed_groups(moh, ids[None], 600, 1500 * token, Middle)
+    # Four groups keep as many tokens each; five those of a MoHCache: sinks, window and what may be cropped. 600 numbers
+    # say where documents begin.
+    kept = (1500 - 5 * (4 + 7 + 64) - 600 * 8 // token) // 4
+    assert dropped == 600 - kept and 1496 * token < then <= 1500 * token
+    shown = torch.ones(3, 3, 640, 640, dtype=torch.bool).tril()  # layer, group, query, key
+    for layer, group in ((0, 1), *((2, group) for group in range(3))):
+        shown[layer, group, 600:, scores(layer)[group].argsort()[:dropped]] = False
+    shown = shown.repeat_interleave(2, dim=1)[:, None]
+
+    def masked_full(module, query, key, value, *args, scaling, **kwargs):
+        states = query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+        out = scaled_dot_product_attention(*states, attn_mask=shown[module.layer_idx], scale=scaling)
+        return out.transpose(1, 2), None
+
+    def masked(query, key, value, first, seen, scaling, distant, module, **kwargs):
+        seen = seen._replace(visible=shown[module.layer_idx])
+        return masked_attention(query, key, value, first, seen, scaling, distant)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", masked_full)
+    monkeypatch.setattr(attention_moh, "interval_attention", masked)
+    wanted = moh.model(ids[None], use_cache=False).last_hidden_state[0]
+    torch.testing.assert_close(hidden, wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_a_press_that_is_not_there_is_named(folders, tmp_path, monkeypatch, capsys):
