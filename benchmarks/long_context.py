@@ -173,6 +173,12 @@ def compare(
     starts = {f"from {start}": start for start in (0, HEADLINE) if start < ids.shape[1]}
     states: dict[str, tuple[PreTrainedModel, torch.Tensor]] = {}
     found: dict[str, dict[str, Any]] = {}
+
+    def row(on: torch.Tensor, sizes: list[int], config: Any, dropped: int = 0) -> dict[str, Any]:
+        keys = {of: keys_read(on, config, start, dropped) for of, start in starts.items()}
+        spread = on.quantile(torch.tensor([0.05, 0.95])).tolist()  # over tokens
+        return {"keys": keys, "heads_on": on.mean().item(), "heads_on_5_95": spread, "bytes": sizes}
+
     for name, model in models.items():
         cache = None if presses is None else MoHCache(model.config)
         passes, sizes = [], []
@@ -181,9 +187,7 @@ def compare(
             sizes += [] if cache is None else [cache_bytes(cache)]
         on = torch.cat([gates for _, gates in passes], dim=1).mean(0)
         states[name] = model, torch.cat([hidden for hidden, _ in passes])
-        spread = on.quantile(torch.tensor([0.05, 0.95])).tolist()  # over tokens
-        keys = {of: keys_read(on, model.config, start) for of, start in starts.items()}
-        found[name] = {"keys": keys, "heads_on": on.mean().item(), "heads_on_5_95": spread, "bytes": sizes}
+        found[name] = row(on, sizes, model.config)
         for press, kind in (presses or {}).items():
             with_others = {f"{press}+{Path(of).name}": other for of, other in others.items()}
             for own, pressed in {press: base, **with_others}.items():
@@ -193,10 +197,7 @@ def compare(
                     on[plan.all_heads_until :] = np.mean(plan.active_heads_per_layer) / plan.num_attention_heads
                 hidden, sizes_then, dropped = reads(pressed, ids, HEADLINE, sizes[0], kind)
                 states[f"{name}/{own}"] = pressed, hidden
-                keys = {of: keys_read(on, model.config, start, dropped) for of, start in starts.items()}
-                spread = on.quantile(torch.tensor([0.05, 0.95])).tolist()
-                row = {"keys": keys, "heads_on": on.mean().item(), "heads_on_5_95": spread, "bytes": sizes_then}
-                found[f"{name}/{own}"] = row
+                found[f"{name}/{own}"] = row(on, sizes_then, model.config, dropped)
     compared: dict[str, list[torch.Tensor]] = {name: [] for name in states}
     for rows in torch.arange(ids.shape[1] - 1, device=ids.device).split(ROWS):
         log_q = base.lm_head(reference[rows]).float().log_softmax(-1)
