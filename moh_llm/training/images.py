@@ -8,6 +8,7 @@ import hashlib
 import math
 import shutil
 from dataclasses import fields
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification
+from transformers.core_model_loading import revert_weight_conversion
 
 from moh_llm import vision
 from moh_llm.conversion.base import locate
@@ -37,7 +39,7 @@ from moh_llm.training.loop import Training
 from moh_llm.training.losses import StepLosses
 from moh_llm.training.networks import count_weights, trained_weights
 from moh_llm.training.reference import Reference, StartingPoint
-from moh_llm.training.saving import add_records
+from moh_llm.training.saving import add_records, cast_as_stored
 from moh_llm.training.sharding import Networks
 from moh_llm.training.step import make_optimizer
 from moh_llm.vision import load_model
@@ -88,15 +90,16 @@ class ImageStep(nn.Module):
             batch: the network's arguments.
         """
         output, router_logits = predict(self.student, batch)
+        output = output.to(exact := torch.promote_types(output.dtype, torch.float32))  # under autocast it has 16 bits
         has_classes = output.dim() == 2
         if self.teacher is not None:
             with torch.no_grad():
                 reference = predict(self.teacher, batch)[0]
             if has_classes:
-                own, other = output.log_softmax(-1), reference.log_softmax(-1)
+                own, other = output.log_softmax(-1), reference.to(exact).log_softmax(-1)
                 task = F.kl_div(own, other, reduction="batchmean", log_target=True)
             else:
-                task = F.mse_loss(output, reference)
+                task = F.mse_loss(output, reference.to(exact))
         elif is_denoiser(self.student):
             task = denoising_loss(output, *target.unbind(1), batch["hidden_states"], batch["timestep"])
         else:
@@ -156,7 +159,7 @@ class ImageTraining(Training):
         config, accelerator = self.config, self.accelerator
         if accelerator.distributed_type not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise UserError("models of images are trained by one process or ddp; choose another accelerate config")
-        network, kind = load_model(Path(config.model)), config.objective.kind
+        network, kind = load_model(Path(config.model)).float(), config.objective.kind
         if not {"noise": is_denoiser(network), "cross_entropy": hasattr(network, "classifier")}.get(kind, True):
             raise UserError(f"objective.kind={kind} is not for a {type(network).__name__}; set another one")
         for name, weight in network.named_parameters():  # nothing masks patches; DDP waits for every gradient
@@ -244,17 +247,19 @@ class ImageTraining(Training):
         with torch.no_grad():
             for name in [name for name in weights if name.startswith(_AVERAGE)]:
                 weights[name.removeprefix(_AVERAGE)].copy_(weights[name])
-        self.score(line := LogLine(step=config.max_steps))
-        files, made = {}, None
+        student, files, made = self.step.student, {}, None
+        cast_as_stored(student, Path(config.model), partial(_name_in_files, student))
         if self.accelerator.is_main_process:
             with new_folder(run.model, overwrite=True) as temporary:
-                self.step.student.save_pretrained(temporary)
+                student.save_pretrained(temporary)
                 if (processor := Path(config.model, "preprocessor_config.json")).is_file():
                     shutil.copyfile(processor, temporary / processor.name)
                 add_records(temporary, config, self.start, config.max_steps)
             files, made = mark_files(run.model), hash_model(run.model)
             files.pop(SEAL)  # it covers the card, which is written when the run is finished
             self.say(f"{run.model} is written after {config.max_steps} steps, {self.seconds:.0f} s of training")
+        student.float()  # the numbers that were saved
+        self.score(line := LogLine(step=config.max_steps))
         run.finish(files, seconds=round(self.seconds, 3), made=made, held_out=getattr(line, "held_out", None))
 
 
@@ -291,13 +296,18 @@ def initialise(architecture: Path, output: Path, seed: int, overwrite: bool) -> 
     return network
 
 
+def _name_in_files(network: nn.Module, name: str) -> str:
+    """The name that a weight has in the model's files, which transformers renames when it loads them."""
+    return name if is_denoiser(network) else next(iter(revert_weight_conversion(network, {name: torch.empty(0)})))
+
+
 def make_teacher(config: TrainConfig, network: nn.Module) -> nn.Module:
     """What a run distills from, frozen: ``config.base``, or the model that the run begins with, with all heads on.
 
     Raises UserError where that is no dense model: it has no routers, or weighs heads by their scores.
     """
     if config.base is not None:
-        return load_model(locate(config.base)[0]).requires_grad_(False)
+        return load_model(locate(config.base)[0]).float().requires_grad_(False)
     if getattr(network.config, "router_score", None) != "quantized":
         raise UserError(f"model={config.model} holds no base to distill from: name a base, or another objective.kind")
     teacher = copy.deepcopy(network).eval().requires_grad_(False)

@@ -57,12 +57,7 @@ def save_network(
         network = network.merge_and_unload()
     if thresholds is not None:
         set_thresholds(network, thresholds)
-    weight_map = read_weight_map(Path(config.model))[1]
-    stored = tensor_dtypes(Path(config.model), weight_map)
-    dtype = matrix_dtype(Path(config.model), weight_map) or torch.float32
-    with torch.no_grad():
-        for name, weight in network.named_parameters():
-            weight.data = cast_weight(weight.data, stored.get(name, dtype), name)
+    dtype = cast_as_stored(network, Path(config.model))
     with new_folder(folder, overwrite=True) as temporary:
         try:
             network.save_pretrained(temporary)
@@ -72,6 +67,16 @@ def save_network(
             raise UserError(f"cannot write {folder}: {' '.join(str(error).split())[:200]}; free some space") from error
         tokenizer.save_pretrained(temporary)
         add_records(temporary, config, starting_point, steps)
+
+
+@torch.no_grad()
+def cast_as_stored(network: torch.nn.Module, folder: Path, name_in_files: Callable[[str], str] = str) -> torch.dtype:
+    """Cast each weight to the dtype that it has in a model's folder. Return that of the matrices there."""
+    weight_map = read_weight_map(folder)[1]
+    stored, dtype = tensor_dtypes(folder, weight_map), matrix_dtype(folder, weight_map) or torch.float32
+    for name, weight in network.named_parameters():
+        weight.data = cast_weight(weight.data, stored.get(name_in_files(name), dtype), name)
+    return dtype
 
 
 def add_records(folder: Path, config: TrainConfig, starting_point: StartingPoint, steps: int) -> None:

@@ -102,6 +102,26 @@ def test_losses_of_a_classifier_are_loops(tmp_path, images) -> None:
         assert task == pytest.approx(kl) and kl > 0
 
 
+def test_losses_are_taken_in_float32_under_autocast(tmp_path, images) -> None:
+    network, teacher = load_model(save_vit(tmp_path / "vit")), load_model(save_vit(tmp_path / "vit"))
+    config = recipe(tmp_path / "vit", tmp_path / "run", images)
+    pixels, labels = torch.randn(3, 1, SIZE, SIZE), torch.tensor([0, 2, 1])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for weight in teacher.parameters():
+            weight.mul_(1.1)
+        own, other = (predict(each, {"pixel_values": pixels})[0] for each in (network, teacher))
+        assert own.dtype == torch.bfloat16
+        found = [ImageStep(network, each, config)(labels, pixel_values=pixels)[0] for each in (teacher, None)]
+        networks = [each.vit for each in (network, teacher)]
+        states = [predict(each, {"pixel_values": pixels})[0].double() for each in networks]
+        found.append(ImageStep(*networks, config)(labels, pixel_values=pixels)[0])
+    own, other = own.double().log_softmax(-1), other.double().log_softmax(-1)
+    expected = [(other.exp() * (other - own)).sum() / 3, -own[range(3), labels].mean()]
+    expected.append((states[0] - states[1]).square().mean())
+    for loss, exact in zip(found, expected, strict=True):
+        assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact.item(), rel=1e-4)
+
+
 # ---- what is read and drawn
 
 
@@ -208,6 +228,34 @@ def test_a_frozen_base_stays_and_routers_learn(tmp_path, images) -> None:
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(map(is_routing_weight, changed))
     assert {name.rpartition(".attention.")[2] for name in changed} >= {"router.routed.weight", "fallback.bias"}
+
+
+@pytest.mark.parametrize("kind", ["classifier", "denoiser"])
+def test_weights_are_trained_in_float32_and_saved_in_their_own_dtype(kind, tmp_path, images) -> None:
+    """Steps of 1e-4 are lost in bfloat16."""
+    if kind == "denoiser":
+        pytest.importorskip("diffusers")
+        model, how = save_dit(tmp_path / "model"), {"objective__kind": "noise"}
+    else:
+        model, how = save_vit(tmp_path / "model"), {"objective__kind": "cross_entropy"}
+        fields = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(fields | {"dtype": "bfloat16"}))
+    [file], before = model.glob("*.safetensors"), weights_of(model)
+    vectors = {name for name, weight in before.items() if weight.dim() == 1}
+    before = {name: weight if name in vectors else weight.bfloat16() for name, weight in before.items()}
+    save_file(before, file, metadata={"format": "pt"})
+    how |= {"optimizer__learning_rate": 1e-4, "images__held_out": str(images), "evaluation__eval_steps": 1}
+    record = moh_llm.train(recipe(model, tmp_path / "run", images, **how))
+    after, trained = weights_of(tmp_path / "run/model"), weights_of(tmp_path / "run/checkpoints/step-000004")
+    assert all(after[name].dtype == weight.dtype for name, weight in before.items())
+    assert all(weight.dtype == torch.float32 for weight in trained.values())
+    if kind == "classifier":
+        assert json.loads((tmp_path / "run/model/config.json").read_text())["dtype"] == "bfloat16"
+        start, name = before["classifier.weight"].float(), "classifier.weight"
+        assert (trained[name] != start).all() and torch.equal(trained[name].bfloat16(), after[name])
+    log = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    assert record.held_out != log[-1]["held_out"]  # that of the rounded weights, which are saved
+    assert record.held_out["task_loss"] == pytest.approx(log[-1]["held_out"]["task_loss"], rel=1e-2)
 
 
 def test_distillation_lowers_the_distance_to_the_base_and_leaves_it_as_it_is(tmp_path, images) -> None:
