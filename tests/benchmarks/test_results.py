@@ -49,7 +49,7 @@ def test_a_page_is_its_record(page):
         file = results.RESULTS / "data" / f"{page}.svg"
         drawn = ElementTree.parse(file).getroot()
         assert drawn.get("data-figures") == results.digest(page), f"the picture is stale: make results PAGE={page}"
-        assert f"]({os.path.relpath(file, path.parent)})" in text
+        assert f"]({os.path.relpath(file, path.parent)})" in text and "…" not in file.read_text()
     assert all(len(one.get("rows", [])) <= 10 for one in record.get("blocks", [record.get("table")]))
     # A page that sums up takes its figures from the others.
     records = [results.record(of) for of in ([page] if record["sections"] else results.PAGES)]
