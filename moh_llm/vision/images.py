@@ -8,11 +8,14 @@ images.labels, images.class_names                 # tensor([0, 0, ..., 1]), ["ca
 import gzip
 import importlib.util
 import math
+import mimetypes
+import os
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -22,14 +25,15 @@ from moh_llm.errors import UserError, reason
 from moh_llm.records.model import may_be_hub_id, read_config
 
 _PLACES = "name a folder of images, an IDX file or a Hub dataset"
+_SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval", "evaluation"}
 
 
 @dataclass(frozen=True)
 class ImageSet:
     """Images of a place, which are read when they are asked for: uint8 `[N, H, W]`, or rows of one PIL image each.
 
-    `labels` has the class of each, int64 `[N]`, or is None. `processor` is the model's, which has so many `channels`;
-    latents have none.
+    `labels` has the class of each, int64 `[N]`, or is None. `processor` is the model's, which has so many `channels`
+    and gives pixels of one `shape`, `(C, H, W)`; latents have none.
     """
 
     place: str
@@ -38,6 +42,7 @@ class ImageSet:
     class_names: list[str]
     processor: Any
     channels: int
+    shape: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.images)
@@ -56,17 +61,21 @@ class ImageSet:
     def _pixels(self, number: int) -> torch.Tensor:
         from PIL import Image
 
-        name = f"image {number} of {self.place}"
+        name, kind = f"image {number} of {self.place}", "L" if self.channels == 1 else "RGB"
         try:
             image = self.images[number]
             image = Image.fromarray(image.numpy()) if isinstance(image, torch.Tensor) else next(iter(image.values()))
             is_deep = image.mode in ("I", "F") or ";" in image.mode
             if is_deep or (self.channels == 1 and image.mode not in ("1", "L", "LA")):
-                raise UserError(f"{name} has mode {image.mode}; the model takes 8 bits in {self.channels} channels")
-            image = image.convert("L" if self.channels == 1 else "RGB")
-            return self.processor(image, return_tensors="pt")["pixel_values"][0].float()
+                raise UserError(f"{name} has mode {image.mode}; convert it to {kind} of 8 bits, which the model takes")
+            image = image.convert(kind)
+            pixels = self.processor(image, return_tensors="pt")["pixel_values"][0].float()
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise UserError(f"{name} cannot be read by the model's image processor ({reason(error)})") from error
+            raise UserError(f"{name} cannot be read ({reason(error)}); replace it or take it out") from error
+        if pixels.shape != self.shape != ():
+            made = f"{list(pixels.shape)}, where image 0 gives {list(self.shape)}"
+            raise UserError(f"{name} becomes {made}; set crop_size and do_center_crop in preprocessor_config.json")
+        return pixels
 
 
 def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
@@ -90,23 +99,29 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
     processor, channels, size = _processor(model, fields)
     opened = _open_idx(Path(place)) if Path(place).is_file() else open_dataset(place)
     images = ImageSet(place, *opened, processor, channels)
-    found = list(images.batch([0]).shape[2:])  # what does not fit is found here, rather than in the midst of the work
-    if found != [size, size] and "dinov2" not in fields.get("model_type", ""):
-        raise UserError(f"{model}: preprocessor_config.json makes images of {found}, and the model takes {size}")
+    found = images.batch([0]).shape[1:]  # what does not fit is found here, rather than in the midst of the work
+    images, own = replace(images, shape=found), [channels, size, size]
+    if list(found) != own and ("dinov2" not in fields.get("model_type", "") or found[0] != channels):
+        raise UserError(f"{model}: preprocessor_config.json makes images of {list(found)}, and the model takes {own}")
     if not labelled and (images.labels is None or "_class_name" not in fields):
         return images
     if images.labels is None or images.labels.min() < 0:  # of a test split that hides them
         raise UserError(f"{place} has no labels; make a sub-folder for each class, or put the file of labels beside it")
     own = fields.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # config.json leaves out what is the default
     names = [own.get(str(number), "") for number in range(fields.get("num_embeds_ada_norm", len(own)))]
-    if sorted(names) == sorted(images.class_names):  # the same classes, maybe in another order
-        order = torch.tensor([names.index(name) for name in images.class_names])
-        return replace(images, labels=order[images.labels], class_names=names)
-    if len(images.class_names) != len(names):
+    if (count := len(given := images.class_names)) != len(names):
         key = "num_embeds_ada_norm" if "_class_name" in fields else "num_labels"
-        counts = f"{place} has {len(images.class_names)} classes, and {model} has {len(names)}"
+        counts = f"{place} has {count} class{'es' * (count > 1)}, and {model} has {len(names)}"
         raise UserError(f"{counts}; set {key} in the file that moh-llm init reads, or name other images")
-    return images
+    is_numbered = all(map(str.isdecimal, given)) and list(map(int, given)) == list(range(count))
+    is_imagenet = count == 1000 and all(re.fullmatch(r"n\d{8}", name) for name in given)  # whose models have this order
+    if given == names or names[0] in ("LABEL_0", "") or is_numbered or is_imagenet:
+        return images
+    if sorted(names) != sorted(given) or len({*names}) < count:
+        both = f"{place} has the classes {', '.join(given)[:100]}, and {model} has {', '.join(names)[:100]}"
+        raise UserError(f"{both}; make the names equal (id2label in config.json), or number sub-folders from 0")
+    order = torch.tensor([names.index(name) for name in given])  # the same classes in another order
+    return replace(images, labels=order[images.labels], class_names=names)
 
 
 def _open_latents(place: str, fields: dict[str, Any]) -> ImageSet:
@@ -119,8 +134,13 @@ def _open_latents(place: str, fields: dict[str, Any]) -> ImageSet:
     own = [fields.get("in_channels", 4), *2 * [fields.get("sample_size", 32)]]
     if not len(images) or list(images.shape[1:]) != own:
         raise UserError(f"{place} needs a tensor `images` [N, {', '.join(map(str, own))}], which the model takes")
-    if labels is not None and (len(labels) != len(images) or labels.max() >= fields.get("num_embeds_ada_norm", 1000)):
-        raise UserError(f"{place} needs a tensor `labels` with a class of the model for each image")
+    if not torch.stack(images.aminmax()).isfinite().all():
+        raise UserError(f"{place} has values in `images` that are not finite; write it again without them")
+    if labels is not None:
+        classes, is_list = fields.get("num_embeds_ada_norm", 1000), labels.shape == images.shape[:1]
+        if not is_list or labels.is_floating_point() or labels.min() < -1 or labels.max() >= classes:
+            raise UserError(f"{place} needs a tensor `labels` [N] with a class of the model, or -1, for each image")
+        labels = labels.long().where(labels >= 0, classes)  # the number that stands for no class
     return ImageSet(place, images, labels, [], None, own[0])
 
 
@@ -132,10 +152,11 @@ def _processor(model: Path, fields: dict[str, Any]) -> tuple[Any, int, int]:
     defaults = (4, 32) if "_class_name" in fields else (3, 224)
     channels = fields.get("num_channels", fields.get("in_channels", defaults[0]))
     size = fields.get("image_size", fields.get("sample_size", defaults[1]))
+    for key in ("image_size", "sample_size", "patch_size"):
+        if not isinstance(fields.get(key, 1), int):
+            raise UserError(f"{model}: {key} is {fields[key]}; write one number in config.json, for squares")
     if channels not in (1, 3):
-        raise UserError(
-            f"{model} takes {channels} channels, images have 1 or 3, and latents are read from .safetensors"
-        )
+        raise UserError(f"{model} takes {channels} channels, images have 1 or 3; latents are read from .safetensors")
     try:
         if (model / "preprocessor_config.json").is_file():
             processor = AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False)
@@ -143,9 +164,7 @@ def _processor(model: Path, fields: dict[str, Any]) -> tuple[Any, int, int]:
             scale = {"image_mean": [0.5] * channels, "image_std": [0.5] * channels, "do_convert_rgb": channels == 3}
             processor = BitImageProcessorPil(size={"shortest_edge": size}, crop_size=size, **scale)
     except Exception as error:  # whatever a file by others makes transformers raise
-        raise UserError(
-            f"{model}: preprocessor_config.json makes no image processor ({reason(error)[:200]})"
-        ) from error
+        raise UserError(f"{model}: preprocessor_config.json makes no image processor ({reason(error)[:99]})") from error
     return processor, channels, size
 
 
@@ -157,11 +176,14 @@ def open_dataset(place: str) -> tuple[Any, torch.Tensor | None, list[str]]:
     import datasets
 
     name, _, split = place.partition(":")
-    if not (is_folder := Path(place).is_dir()) and not may_be_hub_id(name):
+    if Path(place).is_dir():
+        files, labels, names = _list_folder(Path(place))
+        features = datasets.Features({"image": datasets.Image()})
+        return datasets.Dataset.from_dict({"image": [str(file.absolute()) for file in files]}, features), labels, names
+    if not may_be_hub_id(name):
         raise UserError(f"{place} does not exist; {_PLACES}")
     try:
-        where = {"path": "imagefolder", "data_dir": place} if is_folder else {"path": name}
-        rows = datasets.load_dataset(**where, split="train" if is_folder or not split else split)
+        rows = datasets.load_dataset(name, split=split or "train")
     except Exception as error:  # of datasets, huggingface_hub, fsspec or pyarrow
         raise UserError(f"{place} gives no images ({reason(error)[:300]}); {_PLACES}") from error
     column = {type(feature): name for name, feature in reversed(rows.features.items())}
@@ -170,6 +192,43 @@ def open_dataset(place: str) -> tuple[Any, torch.Tensor | None, list[str]]:
     classes = column.get(datasets.ClassLabel)
     labels, names = (torch.tensor(rows[classes][:]), rows.features[classes].names) if classes else (None, [])
     return rows.select_columns(column[datasets.Image]), labels, names
+
+
+def _list_folder(folder: Path) -> tuple[list[Path], torch.Tensor | None, list[str]]:
+    """The images of a folder by class, their labels, and the names of the classes: the sub-folders that hold images.
+
+    datasets' `imagefolder` would take words in names, such as "test", for splits, and drop what `metadata.csv` omits.
+    """
+    from PIL import Image
+
+    def refuse(error: OSError) -> NoReturn:
+        raise UserError(f"{folder} cannot be read: {reason(error)}") from error
+
+    Image.init()
+    opened = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    files: list[Path] = []
+    for place, folders, found in os.walk(folder, onerror=refuse, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(place, name) for name in found if not name.startswith(".")):
+            if path.suffix.lower() in opened:
+                files.append(path)
+            elif (mimetypes.guess_type(path.name)[0] or "").startswith("image/"):
+                raise UserError(f"{path} has a format that Pillow does not open; convert it or take it out")
+    of = {path: path.relative_to(folder).parts[0] for path in files if path.parent != folder}
+    names = sorted({*of.values()})
+    if all(map(str.isdecimal, names)):
+        names.sort(key=int)
+    splits = {name for name in names if name.lower() in _SPLITS}
+    if not files:
+        raise UserError(f"{folder} gives no images; {_PLACES}")
+    if splits and (len(splits) > 1 or len(names) == 1):
+        raise UserError(f"{folder} holds splits; name one of them: {' or '.join(str(folder / name) for name in names)}")
+    if names and (beside := [path for path in files if path not in of]):
+        raise UserError(f"{beside[0]} lies beside sub-folders of images; move it into that of its class")
+    number = {name: label for label, name in enumerate(names)}
+    labels = {path: number[name] for path, name in of.items()}
+    files.sort(key=lambda path: (labels.get(path, 0), path))
+    return files, torch.tensor([labels[path] for path in files]) if names else None, names
 
 
 def _open_idx(path: Path) -> tuple[torch.Tensor, torch.Tensor | None, list[str]]:
