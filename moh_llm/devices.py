@@ -3,7 +3,7 @@
 import functools
 import os
 import platform
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,12 +142,7 @@ def _product_seconds(dtype: "torch.dtype") -> float:
     import torch
 
     states, weight = torch.ones(2048, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-    seconds = []
-    for _ in range(4):
-        started = time.perf_counter()
-        _ = states @ weight.T
-        seconds.append(time.perf_counter() - started)
-    return min(seconds[1:])
+    return min(timeit.repeat(lambda: states @ weight.T, number=1, repeat=4)[1:])
 
 
 # ---- launchers: several processes that are not connected would each do the whole job in the same folder

@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -20,68 +19,31 @@ LogitsOf = Callable[[Batch], torch.Tensor]
 _ROWS = 1024  # predictions whose distributions are held in float32 at once
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Comparison:
-    """Means over predicted tokens, and 95 % intervals over documents; KL(reference || model) is in nats per token.
+    """Means over predicted tokens, and 95 % intervals over documents.
 
     Attributes:
         sums: float64 `[D, 5]`, the sums of `SUMMED` for each document that has a predicted token.
         parts: comparisons at some positions in a document: from each key up to the next one.
+        documents, tokens: number of documents with a predicted token, and of predicted tokens.
+        perplexity, reference_perplexity, perplexity_ratio: of the model, of the reference, and their quotient.
+        kl: KL(reference || model) in nats per token.
+        top1_agreement: share of the predictions whose most likely token is the reference's.
+        ratio_interval, kl_interval: None for fewer than `moh_llm.intervals.LEAST` documents.
     """
 
     sums: np.ndarray = field(repr=False)
     parts: dict[int, "Comparison"] = field(default_factory=dict)
 
-    @property
-    def documents(self) -> int:
-        """Documents with a predicted token."""
-        return len(self.sums)
-
-    @property
-    def tokens(self) -> int:
-        """Predicted tokens."""
-        return int(self._means[0])
-
-    @property
-    def perplexity(self) -> float:
-        """Perplexity of the model."""
-        return math.exp(self._means[1])
-
-    @property
-    def reference_perplexity(self) -> float:
-        """Perplexity of the reference."""
-        return math.exp(self._means[2])
-
-    @property
-    def perplexity_ratio(self) -> float:
-        """Perplexity divided by the reference's."""
-        return self.perplexity / self.reference_perplexity
-
-    @property
-    def kl(self) -> float:
-        """KL(reference || model)."""
-        return self._means[3]
-
-    @property
-    def top1_agreement(self) -> float:
-        """Share of the predictions whose most likely token is the reference's."""
-        return self._means[4]
-
-    @cached_property
-    def ratio_interval(self) -> Interval | None:
-        """95 % interval of `perplexity_ratio`; None for fewer than `moh_llm.intervals.LEAST` documents."""
-        return interval([self.sums], perplexity_ratios)
-
-    @cached_property
-    def kl_interval(self) -> Interval | None:
-        """95 % interval of `kl`; None for fewer than `moh_llm.intervals.LEAST` documents."""
-        return interval([self.sums], kls)
-
-    @cached_property
-    def _means(self) -> list[float]:
-        """The number of tokens, then the other sums of `SUMMED` per token."""
+    def __post_init__(self) -> None:
         total = self.sums.sum(0)
-        return [total[0].item(), *(total[1:] / total[0]).tolist()]
+        self.documents, self.tokens = len(self.sums), int(total[0])
+        entropy, reference_entropy, self.kl, self.top1_agreement = (total[1:] / total[0]).tolist()
+        self.perplexity, self.reference_perplexity = math.exp(entropy), math.exp(reference_entropy)
+        self.perplexity_ratio = self.perplexity / self.reference_perplexity
+        self.ratio_interval: Interval | None = interval([self.sums], perplexity_ratios)
+        self.kl_interval: Interval | None = interval([self.sums], kls)
 
     def figures(self) -> dict[str, Any]:
         """The figures that records keep."""

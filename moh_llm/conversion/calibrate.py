@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from tqdm import tqdm
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moh_llm.conversion.config import PlanOptions
 from moh_llm.conversion.fit import LayerFitter, LayerSample, LocalSample, RoutingFit
-from moh_llm.conversion.layers import LayerwiseModel, TextProgress, check_finite, run_layer
+from moh_llm.conversion.layers import LayerwiseModel, check_finite, run_layer
 from moh_llm.conversion.local_fit import LocalFitter, sample_local
 from moh_llm.conversion.plan import drops_to_fit, shared_and_active
 from moh_llm.errors import UserError
@@ -28,7 +29,7 @@ from moh_llm.records.model import save_tensors
 
 HELD_OUT = 4  # every fourth window measures costs and is not fitted on
 _LEAST = 16  # least tokens with keys out of sight, to fit on and to measure costs on
-_WORK = {"forward": 1.0, "backward": 3.0}  # the backward pass runs each layer again, and fits it
+_BACKWARD = 3  # times as long as the forward pass: it runs each layer again, and fits it
 _HEAD_ROWS = 128  # tokens whose logits are held at once
 
 
@@ -80,8 +81,8 @@ def layer_samples(
             "(--calibration-tokens), or --fallback value"
         )
     positions = [batch["position_ids"] for batch in batches]
-    tokens = sum(batch["input_ids"].numel() for batch in batches)
-    with TextProgress("calibrate", tokens, _WORK) as progress:
+    work = len(base) + _BACKWARD * (len(base) + 1)
+    with tqdm(desc="calibrate", total=work, unit="layer", smoothing=0, leave=False) as bar:
         files = [scratch / f"hidden-states-{number}.safetensors" for number in range(len(base))]
         hidden = base.embed(batch["input_ids"] for batch in batches)
         with torch.no_grad():
@@ -91,18 +92,18 @@ def layer_samples(
                 for i, states in enumerate(hidden):
                     hidden[i] = run_layer(layer, states, positions[i])
                     check_finite(hidden[i], number)
-                    progress.advance("forward", positions[i].numel() / len(base))
                 del layer
+                bar.update()
         gradients = []
         for gradient in _sampled_gradients(base.head(), hidden, seed):
             check_finite(gradient, len(base), "the gradient below")
             gradients.append(gradient)
-            progress.advance("backward", gradient.shape[:-1].numel() / (len(base) + 1))
+        bar.update(_BACKWARD)
         for number in reversed(range(len(base))):
             sight = (plan.window, plan.local_sinks) if is_local else None
             yield _backward(base, number, files[number], positions, gradients, order, fitted, sight)
             files[number].unlink()
-            progress.advance("backward", tokens / (len(base) + 1))
+            bar.update(_BACKWARD)
 
 
 def _sampled_gradients(head: nn.Sequential, hidden: Sequence[torch.Tensor], seed: int) -> Iterator[torch.Tensor]:

@@ -5,14 +5,13 @@ Hidden states pass from layer to layer, so that a model far larger than memory c
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
-from tqdm import tqdm
 from transformers import AutoModel, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -21,7 +20,6 @@ from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.tensors import EMBEDDING, HEAD, cast_weight, is_finite
 
 _NORM = "model.norm.weight"
-_FORMAT = "{desc} |{bar:12}| {percentage:.0f} %, {remaining} left"
 
 
 class LayerwiseModel:
@@ -138,26 +136,3 @@ def check_finite(values: torch.Tensor, layer: int, what: str = "the output of") 
             f"{what} layer {layer} is not finite in {values.dtype}: the base's weights overflow; download it again, or "
             "pass --compute-dtype float32"
         )
-
-
-class TextProgress(tqdm):  # type: ignore[type-arg]
-    """Shows which pass reads the text, and the time left for all passes.
-
-    Args:
-        what: name of the job.
-        tokens: number of tokens of the text; each pass reads all of them.
-        passes: name -> work of each pass, in order and in one unit: a backward pass takes longer than a forward one.
-    """
-
-    def __init__(self, what: str, tokens: int, passes: Mapping[str, float]):
-        self._what, self._tokens, self._passes, self._read = what, tokens, passes, dict.fromkeys(passes, 0.0)
-        work = sum(passes.values())
-        super().__init__(total=work, desc=what, bar_format=_FORMAT, smoothing=0, miniters=0, leave=False)
-
-    def advance(self, name: str, tokens: float) -> None:
-        """Count ``tokens`` more tokens of pass ``name``; some of a token's layers count as a fraction of it."""
-        self._read[name] += tokens
-        told = f"{self._what} {name}: {self._read[name]:,.0f} of {self._tokens:,} tokens"
-        self.set_description_str(told, refresh=False)
-        work = self._passes[name] * tokens / self._tokens
-        self.update(min(work, self.total - self.n))  # a sum of fractions may be just above the whole

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from moh_llm.analysis.retrieval import Prompt, make_prompt, score
-from moh_llm.conversion.layers import LayerwiseModel, TextProgress, run_layer
+from moh_llm.conversion.layers import LayerwiseModel, run_layer
 from moh_llm.errors import UserError
 from moh_llm.flops import distant_keys, share_of_keys
 from moh_llm.metrics import Batch, LogitsOf, compare_to_reference
@@ -41,13 +42,10 @@ def verify(
     held = batches[:held_out]
     distant = torch.cat([distant_keys(converted.config, batch["position_ids"]).flatten() for batch in held]).double()
     read = []  # heads on, and the share of the distant keys that is read, by layer
-    tokens = sum(batch["input_ids"].numel() for batch in batches)
-    with TextProgress("verify", tokens, {"both": 1.0}) as bar:
-        for number in range(len(base)):
-            on = _verify_layer(number, base, converted, of_base, of_converted, batches)[: len(distant)]
-            share = (on * distant).sum() / (distant.sum() * converted.config.num_attention_heads)
-            read.append([on.mean().item(), share.item()])
-            bar.advance("both", tokens / len(base))
+    for number in tqdm(range(len(base)), "verify", unit="layer", leave=False):
+        on = _verify_layer(number, base, converted, of_base, of_converted, batches)[: len(distant)]
+        share = (on * distant).sum() / (distant.sum() * converted.config.num_attention_heads)
+        read.append([on.mean().item(), share.item()])
     heads_read, share = torch.tensor(read, dtype=torch.float64).mean(0).tolist()
     length = batches[0]["input_ids"].shape[1]
     head = base.head()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tqdm import tqdm
 from transformers import AutoConfig, LlamaForCausalLM
 
 from moh_llm.conversion import calibrate as module
@@ -122,3 +123,11 @@ def test_plan_is_followed(run):
         assert fits[2].shared_heads in ([0, 1], [2, 3]) and fits.keys() == {2}
         assert fits[2].tensors["router.routed.weight"].shape == (1, 32)
         assert fits[2].tensors["fallback.bias"].shape == (2, 8)
+
+
+def test_the_bar_ends_with_the_last_layer(run, monkeypatch):
+    """The backward pass counts three times; tqdm warns of more than the total."""
+    bars = []
+    monkeypatch.setattr(module, "tqdm", lambda **options: bars.append(tqdm(**options)) or bars[0])
+    run[1](make_batches(4))
+    assert bars[0].n == bars[0].total == 4 * len(run[2]) + 3
