@@ -98,8 +98,9 @@ def convert_images(options: ConversionConfig) -> Conversion:
     dense = vision.load_model(base.folder, moh=False).float().to(device).requires_grad_(False)
     patches = images.batch([0])[0, 0].numel() // dense.config.patch_size**2
     fitted = min(plan.calibration_tokens // patches, len(images) * 4 // 5)
-    if fitted < _LEAST:
-        raise UserError(f"{place} and --calibration-tokens leave {fitted} images to fit on, and {_LEAST} are needed")
+    least = 2 * _LEAST if is_denoiser(dense) else _LEAST  # so that each quarter of the timesteps is verified on two
+    if fitted < least:
+        raise UserError(f"{place} and --calibration-tokens leave {fitted} images to fit on, and {least} are needed")
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     with lock_folder(options.output_dir), new_folder(options.output_dir, options.overwrite) as folder:
         record = begin_record(base.identity(), device, torch.float32)

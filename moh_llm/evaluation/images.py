@@ -3,6 +3,7 @@
 Shapes: B images, N samples, C channels, H x W pixels, F features.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,15 @@ from moh_llm.devices import choose_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.models import label_models
+from moh_llm.evaluation.statistics import mean_interval, ratio_interval
 from moh_llm.files import check_output_folder, new_folder, write_json
-from moh_llm.intervals import interval, show_figure
+from moh_llm.intervals import interval, show_figure, within
 from moh_llm.locking import lock_folder
 from moh_llm.reading import read_json
 from moh_llm.recipe import differing
 from moh_llm.records.identity import identify
-from moh_llm.vision import load_model
+from moh_llm.records.model import read_config
+from moh_llm.vision import load_model, model_class
 from moh_llm.vision.images import ImageSet, open_images
 from moh_llm.vision.prediction import TIMESTEPS, add_noise, is_denoiser, predict
 
@@ -71,8 +74,8 @@ def score_images(
     return dict(zip(names, torch.cat(found).numpy().T, strict=True))
 
 
-def paired(own: np.ndarray, base: np.ndarray) -> dict[str, Any]:
-    """The mean of scores `[B]`, its difference to the base's and their ratio, with 95 % intervals over images."""
+def paired(own: np.ndarray, base: np.ndarray, is_share: bool = False) -> dict[str, Any]:
+    """Mean of scores `[B]`, difference and ratio to the base's, with 95 % intervals; of shares they are text's."""
     sums = np.stack([np.ones_like(own), own, base], 1)
     figures = {
         "value": lambda rows: rows[:, 1] / rows[:, 0],
@@ -81,10 +84,17 @@ def paired(own: np.ndarray, base: np.ndarray) -> dict[str, Any]:
     }
     if not base.any():
         del figures["ratio"]
-    return {
+    found: dict[str, Any] = {
         name: {"value": float(figure(sums.sum(0)[None])[0]), "interval": interval([sums], figure)}
         for name, figure in figures.items()
     }
+    if is_share and len(own) > 1:
+        ends = [mean_interval([part.tolist()], low, 1) for part, low in ((own, 0), (base, 0), (own - base, -1))]
+        found["value"]["interval"], found["difference"]["interval"] = within(ends[0], 0, 1), within(ends[2], -1, 1)
+        if "ratio" in found:
+            ratio = ratio_interval(own.mean(), base.mean(), *((high - low) / 2 for low, high in ends))
+            found["ratio"]["interval"] = ratio and within(ratio, 0, math.inf)
+    return found
 
 
 @torch.no_grad()
@@ -138,11 +148,18 @@ def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
     return float(np.square(first.mean(0) - second.mean(0)).sum() + np.trace(own + other) - 2 * shared)
 
 
+def _kind(folder: Path) -> str:
+    """What models have in common that are compared, in words."""
+    fields, name = read_config(folder), model_class(folder).__name__
+    if "_class_name" in fields:
+        return f"DiT on {fields.get('in_channels', 4)} x {' x '.join(2 * [str(fields.get('sample_size', 32))])}"
+    return "classifier" if name.endswith("Classification") else f"no classes, width {fields.get('hidden_size', 768)}"
+
+
 def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any]:
     """Score models on images and draw samples; return the content of ``report.json``.
 
-    Raises:
-        UserError: an option has no meaning for images, or a model, the images or the output folder cannot be used.
+    Raises UserError where an option has no meaning for the models, or models, images or folder cannot be used.
     """
     if refused := sorted(differing(options).keys() & {"suite", "compute_dtype", "log_samples", "analysis"}):
         raise UserError(f"{refused[0]} has no meaning for models of images; leave it out")
@@ -155,43 +172,47 @@ def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any
     record: dict[str, Any] = {"command": command_line, "images": place, "split": split, "limit": options.limit}
     record["models"] = {}
     first: dict[str, np.ndarray] = {}
+    sources = {label: locate(name)[0] for label, name in models.items()}
+    (start, kind), *others = [(models[label], _kind(source)) for label, source in sources.items()]
+    for name, other in others:
+        if other != kind:
+            raise UserError(f"{name} is another kind of model ({other}) than {start} ({kind}); leave one of them out")
+    if options.samples and not kind.startswith(("DiT on 1 x", "DiT on 3 x")):
+        raise UserError(f"samples are drawn by DiTs on pixels, and {start} is none ({kind}); leave samples out")
+    if options.features is not None:
+        source = locate(options.features)[0]
+        judge, real = load_model(source).to(device), open_images(place, source)
+        if min(options.samples, options.limit or 2, len(real)) < 2:
+            raise UserError("features compares 2 or more samples with 2 or more images; set samples, and raise limit")
+        if is_denoiser(judge):
+            raise UserError(f"features={options.features} is a DiT; name a classifier, or a model without classes")
     with lock_folder(options.output_dir), new_folder(options.output_dir, options.overwrite) as folder:
         for label, name in models.items():
-            source = locate(name)[0]
-            network = load_model(source).to(device)
+            source, network = sources[label], load_model(sources[label]).to(device)
             images = open_images(place, source, labelled=hasattr(network, "classifier"))
             numbers = images.spread(options.limit or len(images))
             own = score_images(network, images, numbers, size, first.get("token"))
             first = first or own
-            if own.keys() != first.keys():
-                raise UserError(f"{name} is another kind of model than {next(iter(models.values()))}")
-            compared = {key: paired(own[key], first[key]) for key in own if key != "token"}
+            compared = {key: paired(own[key], first[key], key[:3] == "top") for key in own if key != "token"}
             found = {"place": name, "sha256": identify(str(source)).sha256, "count": len(numbers), "scores": compared}
             record["models"][label] = found
-            if not options.samples or not is_denoiser(network):
+            if not options.samples:
                 continue
-            if network.config.in_channels not in (1, 3):
-                raise UserError(f"{name} draws latents, which need its VAE: make samples with a DiTPipeline")
             samples = draw_samples(network, options.samples, size)
             write_samples(samples, folder, label)
             if options.features is not None:
-                source = locate(options.features)[0]
-                judge, real = load_model(source).to(device), open_images(place, source)
                 drawn = replace(real, images=samples.squeeze(-1), place="the samples")
                 both = (features_of(judge, real, numbers, size), features_of(judge, drawn, range(len(samples)), size))
                 found["frechet"] = {"classifier": options.features, "distance": frechet_distance(*both)}
+                found["frechet"] |= {"few": min(map(len, both)) <= both[0].shape[1]}
         write_json(folder / "report.json", record)
     return record
 
 
 def read_scores(evaluation: Path, folder: Path) -> tuple[dict[str, Any], str]:
-    """The report that holds the model in ``folder``, and the model's label in it.
+    """The report that holds the model in ``folder``, known by its weights and config, and the model's label in it.
 
-    ``evaluation`` is the folder that `moh-llm evaluate` wrote, or its ``report.json``. The model is recognised by its
-    weights and config.
-
-    Raises:
-        UserError: it is no report of models of images, or no model in it is this folder's.
+    ``evaluation`` is a folder of `moh-llm evaluate` or its ``report.json``. Raises UserError for one of other models.
     """
     place, own = evaluation / "report.json" if evaluation.is_dir() else evaluation, identify(str(folder))
     record = read_json(place)
@@ -213,6 +234,7 @@ def lines(record: dict[str, Any]) -> list[str]:
             figures = {kind: model["scores"][name][kind] for kind in kinds if kind in model["scores"][name]}
             parts += [f"{name} {kind} {show_figure(*figure.values(), '.4f')}" for kind, figure in figures.items()]
         if "frechet" in model:
-            parts.append("Frechet distance {distance:.2f} in features of {classifier}".format(**model["frechet"]))
+            few = " (too large: fewer samples or images than features)" if model["frechet"]["few"] else ""
+            parts.append("Frechet distance {distance:.2f} in features of {classifier}".format(**model["frechet"]) + few)
         said.append(f"{label}: {', '.join(parts)}")
     return said

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -73,8 +73,7 @@ class ImageSet:
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise UserError(f"{name} cannot be read ({reason(error)}); replace it or take it out") from error
         if pixels.shape != self.shape != ():
-            made = f"{list(pixels.shape)}, where image 0 gives {list(self.shape)}"
-            raise UserError(f"{name} becomes {made}; set crop_size and do_center_crop in preprocessor_config.json")
+            raise UserError(f"{name} becomes {[*pixels.shape]}, image 0 {[*self.shape]}: turn on do_center_crop")
         return pixels
 
 
@@ -88,8 +87,7 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
         model: the model's folder. Where it has no image processor, images are cropped to its size and scaled to -1..1.
         labelled: whether the images must have the model's classes; a DiT's labels always must.
 
-    Raises:
-        UserError: no image, or one that is broken or has other channels; wrong or no classes; a package is missing.
+    Raises UserError for no image, one that is broken or has other channels, wrong or no classes, a missing package.
     """
     if missing := [name for name in ("PIL", "datasets") if importlib.util.find_spec(name) is None]:
         raise UserError(f"images need {missing[0]}, which is not installed: pip install 'moh-llm[vision]'")
@@ -152,9 +150,8 @@ def _processor(model: Path, fields: dict[str, Any]) -> tuple[Any, int, int]:
     defaults = (4, 32) if "_class_name" in fields else (3, 224)
     channels = fields.get("num_channels", fields.get("in_channels", defaults[0]))
     size = fields.get("image_size", fields.get("sample_size", defaults[1]))
-    for key in ("image_size", "sample_size", "patch_size"):
-        if not isinstance(fields.get(key, 1), int):
-            raise UserError(f"{model}: {key} is {fields[key]}; write one number in config.json, for squares")
+    if pair := [key for key in ("image_size", "sample_size", "patch_size") if not isinstance(fields.get(key, 1), int)]:
+        raise UserError(f"{model}: {pair[0]} is {fields[pair[0]]}; write one number in config.json, for squares")
     if channels not in (1, 3):
         raise UserError(f"{model} takes {channels} channels, images have 1 or 3; latents are read from .safetensors")
     try:
@@ -169,10 +166,7 @@ def _processor(model: Path, fields: dict[str, Any]) -> tuple[Any, int, int]:
 
 
 def open_dataset(place: str) -> tuple[Any, torch.Tensor | None, list[str]]:
-    """Rows of one image of a folder or a Hub dataset, their labels, and the names of the classes.
-
-    Raises UserError where there are no images.
-    """
+    """Rows of one image of a folder or Hub dataset, labels, and names of classes. Raises UserError where none are."""
     import datasets
 
     name, _, split = place.partition(":")
@@ -201,13 +195,10 @@ def _list_folder(folder: Path) -> tuple[list[Path], torch.Tensor | None, list[st
     """
     from PIL import Image
 
-    def refuse(error: OSError) -> NoReturn:
-        raise UserError(f"{folder} cannot be read: {reason(error)}") from error
-
     Image.init()
     opened = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    files: list[Path] = []
-    for place, folders, found in os.walk(folder, onerror=refuse, followlinks=True):
+    files, unread = list[Path](), list[OSError]()
+    for place, folders, found in os.walk(folder, onerror=unread.append, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(place, name) for name in found if not name.startswith(".")):
             if path.suffix.lower() in opened:
@@ -215,20 +206,17 @@ def _list_folder(folder: Path) -> tuple[list[Path], torch.Tensor | None, list[st
             elif (mimetypes.guess_type(path.name)[0] or "").startswith("image/"):
                 raise UserError(f"{path} has a format that Pillow does not open; convert it or take it out")
     of = {path: path.relative_to(folder).parts[0] for path in files if path.parent != folder}
-    names = sorted({*of.values()})
-    if all(map(str.isdecimal, names)):
-        names.sort(key=int)
-    splits = {name for name in names if name.lower() in _SPLITS}
-    if not files:
-        raise UserError(f"{folder} gives no images; {_PLACES}")
-    if splits and (len(splits) > 1 or len(names) == 1):
+    is_numbered = all(map(str.isdecimal, of.values()))
+    names = sorted({*of.values()}, key=lambda name: (int(name) if is_numbered else 0, name))
+    if unread or not files:
+        raise UserError(f"{folder} gives no images ({' '.join(map(reason, unread)) or 'it holds none'}); {_PLACES}")
+    if (splits := {name.lower() for name in names} & _SPLITS) and (len(splits) > 1 or len(names) == 1):
         raise UserError(f"{folder} holds splits; name one of them: {' or '.join(str(folder / name) for name in names)}")
     if names and (beside := [path for path in files if path not in of]):
         raise UserError(f"{beside[0]} lies beside sub-folders of images; move it into that of its class")
     number = {name: label for label, name in enumerate(names)}
-    labels = {path: number[name] for path, name in of.items()}
-    files.sort(key=lambda path: (labels.get(path, 0), path))
-    return files, torch.tensor([labels[path] for path in files]) if names else None, names
+    files.sort(key=lambda path: (number.get(of.get(path, ""), 0), path))
+    return files, torch.tensor([number[of[path]] for path in files]) if names else None, names
 
 
 def _open_idx(path: Path) -> tuple[torch.Tensor, torch.Tensor | None, list[str]]:

@@ -161,6 +161,7 @@ def test_router_none_and_the_papers_preset_convert_also_a_converted_model(base_o
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"base": "DiT", "calibration_tokens": 31 * 16}, "leave 31 images to fit on, and 32 are needed"),
         ({"keys": 0.5}, "is a model of images; drop keys, which is for text"),
         ({"fallback": "local", "context": 64}, "drop context, fallback local, which"),
         ({"calibration": None}, "name one place of images with --calibration"),
@@ -170,7 +171,8 @@ def test_router_none_and_the_papers_preset_convert_also_a_converted_model(base_o
 )
 def test_what_images_cannot_have_is_refused_and_nothing_is_written(options, message, base_of, images, tmp_path):
     with pytest.raises(UserError, match=message):
-        moh_llm.convert(base_of("ViT"), tmp_path / "moh", **({"calibration": images} | options))
+        base = base_of(options.get("base", "ViT"))
+        moh_llm.convert(**{"output_dir": tmp_path / "moh", "calibration": images} | options | {"base": base})
     assert not list(tmp_path.iterdir())
 
 

@@ -145,7 +145,7 @@ def test_a_model_has_its_own_image_processor(photos, model):
     photo(photos / "dog" / "2.png")  # a square, and the others are not
     (folder / "preprocessor_config.json").write_text(json.dumps(crop | {"do_center_crop": False}))
     images = open_images(str(photos), model(model_type="dinov2"))
-    with pytest.raises(UserError, match=r"image 3 of .* \[3, 8, 8\], where image 0 gives \[3, 12, 8\]; set crop_size"):
+    with pytest.raises(UserError, match=r"image 3 of .* \[3, 8, 8\], image 0 \[3, 12, 8\]: turn on do_center_crop"):
         images.batch([0, 3])
     (folder / "preprocessor_config.json").write_text("{")
     with pytest.raises(UserError, match=r"preprocessor_config.json makes no image processor \("):

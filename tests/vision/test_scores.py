@@ -13,7 +13,7 @@ from moh_llm.cli import main
 from moh_llm.evaluation.images import frechet_distance, paired, score_images
 from moh_llm.vision import load_model
 from moh_llm.vision.images import open_images
-from moh_llm.vision.modeling_moh_vit import MoHViTModel
+from moh_llm.vision.modeling_moh_vit import MoHViTForImageClassification, MoHViTModel
 from moh_llm.vision.prediction import add_noise
 
 
@@ -84,7 +84,7 @@ def test_errors_of_denoisers_are_loops_with_the_same_noise(tmp_path) -> None:
     assert np.allclose(found["error"], np.mean([values for name, values in found.items() if name != "error"], 0))
 
 
-def test_samples_are_drawn_written_and_compared(tmp_path, monkeypatch) -> None:
+def test_samples_are_drawn_written_and_compared(tmp_path, monkeypatch, capsys) -> None:
     pytest.importorskip("diffusers")
     monkeypatch.setattr("moh_llm.evaluation.images.SAMPLING_STEPS", 4)
     images = write_idx(tmp_path / "images", 40)
@@ -108,6 +108,8 @@ def test_samples_are_drawn_written_and_compared(tmp_path, monkeypatch) -> None:
     assert grid.shape == (3 * SIZE, 3 * SIZE, 3) and np.array_equal(grid[SIZE : 2 * SIZE, :SIZE], own[3])
     scores = record["models"]["model"]
     assert scores["scores"]["error"]["ratio"] == {"value": 1, "interval": [1, 1]}
+    said = capsys.readouterr().out.splitlines()[-2]
+    assert said.endswith("(too large: fewer samples or images than features)") and scores["frechet"]["few"]
     assert scores["frechet"]["distance"] > 0 and scores["frechet"]["classifier"] == str(tmp_path / "vit")
 
 
@@ -126,23 +128,55 @@ def test_paired_figures_are_means_and_their_intervals_cover_noise() -> None:
     assert found["value"]["value"] == pytest.approx(1.02) and found["ratio"]["value"] == pytest.approx(1.02)
     assert np.diff(found["ratio"]["interval"]) < 1e-9 < np.diff(found["value"]["interval"])
     assert "ratio" not in paired(base, 0 * base)
+    for right in (0, 1, 9, 10):  # of 10 images
+        own, base = (np.arange(10.0) < right).astype(float), (np.arange(10.0) < 5).astype(float)
+        found = paired(own, base, is_share=True)
+        (low, high), change = found["value"]["interval"], found["difference"]["interval"]
+        assert 0 <= low <= right / 10 <= high <= 1 and high - low > 0.2 and change[0] <= right / 10 - 0.5 <= change[1]
+        assert found["ratio"]["interval"] is None or found["ratio"]["interval"][0] >= 0
+
+
+IMAGES, SAMPLES = "--data-dir IMAGES", "--data-dir IMAGES --samples"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("model", "words", "told"),
     [
-        ([], "models of images are scored on images: name them as data_dir"),
-        (["--data-dir", "IMAGES", "--suite", "smoke"], "suite has no meaning for models of images"),
-        (["--data-dir", "IMAGES", "--base", "BASE"], "is another kind of model"),
+        ("vit", "", "models of images are scored on images: name them as data_dir"),
+        ("vit", f"{IMAGES} --suite smoke", "suite has no meaning for models of images"),
+        ("vit", f"{IMAGES} --base DIT", "is another kind of model (classifier) than DIT (DiT on 1 x 8 x 8)"),
+        ("dit", f"{IMAGES} --base FOUR", "is another kind of model (DiT on 1 x 8 x 8) than FOUR (DiT on 4 x 8 x 8)"),
+        ("narrow", f"{IMAGES} --base WIDE", "is another kind of model (no classes, width 32) than WIDE (no classes, w"),
+        ("vit", f"{SAMPLES} 4", "samples are drawn by DiTs on pixels, and VIT is none (classifier)"),
+        ("four", f"{SAMPLES} 4", "samples are drawn by DiTs on pixels, and FOUR is none (DiT on 4 x 8 x 8)"),
+        ("dit", f"{IMAGES} --features VIT", "features compares 2 or more samples with 2 or more images"),
+        ("dit", f"{SAMPLES} 1 --features VIT", "features compares 2 or more samples with 2 or more images"),
+        ("dit", f"{SAMPLES} 4 --features VIT --limit 1", "features compares 2 or more samples with 2 or more images"),
+        ("dit", f"{SAMPLES} 4 --features DIT", "features=DIT is a DiT; name a classifier"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(words, told, tmp_path, capsys) -> None:
-    places = {"IMAGES": str(write_idx(tmp_path / "images", 6))}
-    if "BASE" in words:
-        pytest.importorskip("diffusers")
-        places["BASE"] = str(save_dit(tmp_path / "dit"))
-    command = ["evaluate", str(save_vit(tmp_path / "vit")), "--output-dir", str(tmp_path / "report")]
+def test_what_does_not_fit_is_refused_in_one_line_before_anything_is_scored(
+    model, words, told, tmp_path, capsys, monkeypatch
+) -> None:
+    def make(name: str) -> str:
+        if name == "images":
+            return str(write_idx(tmp_path / name, 6))
+        if name in ("dit", "four"):
+            diffusers = pytest.importorskip("diffusers")
+            config = load_model(save_dit(tmp_path / "dit")).config | {"in_channels": 4 if name == "four" else 1}
+            diffusers.DiTTransformer2DModel.from_config(config).save_pretrained(tmp_path / name)
+        else:
+            config = load_model(save_vit(tmp_path / "vit")).config
+            config.hidden_size = 64 if name == "wide" else 32
+            (MoHViTForImageClassification if name == "vit" else MoHViTModel)(config).save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("moh_llm.evaluation.images.score_images", None)
+    names = {word: make(word.lower()) for word in (model.upper(), *words.split()) if word.isupper()}
+    command = ["evaluate", names[model.upper()], "--output-dir", str(tmp_path / "report")]
     capsys.readouterr()
-    assert main([*command, *(places.get(word, word) for word in words)]) == 2
+    assert main([*command, *(names.get(word, word) for word in words.split())]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
+    for name, place in names.items():
+        said = said.replace(place, name)
     assert told in said and not (tmp_path / "report").exists()

@@ -326,7 +326,7 @@ def test_a_dit_on_latents_reads_them_from_a_file(tmp_path) -> None:
     for tensors, told in (
         ({"latents": latents}, r"needs a tensor `images` \[N, 4, 4, 4\]"),
         ({"images": latents[:, :3].clone()}, r"needs a tensor `images` \[N, 4, 4, 4\]"),
-        ({"images": latents, "labels": torch.arange(6)}, "`labels` with a class of the model for each image"),
+        ({"images": latents, "labels": torch.arange(6)}, r"`labels` \[N\] with a class of the model"),
     ):
         save_file(tensors, file)
         with pytest.raises(UserError, match=told):
