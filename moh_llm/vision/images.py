@@ -100,7 +100,7 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
     found = images.batch([0]).shape[1:]  # what does not fit is found here, rather than in the midst of the work
     images, own = replace(images, shape=found), [channels, size, size]
     if list(found) != own and ("dinov2" not in fields.get("model_type", "") or found[0] != channels):
-        raise UserError(f"{model}: preprocessor_config.json makes images of {list(found)}, and the model takes {own}")
+        raise UserError(f"{model}: correct preprocessor_config.json: it makes images of {[*found]}, not {own}")
     if not labelled and (images.labels is None or "_class_name" not in fields):
         return images
     if images.labels is None or images.labels.min() < 0:  # of a test split that hides them

@@ -136,11 +136,11 @@ def test_a_model_has_its_own_image_processor(photos, model):
     (folder / "preprocessor_config.json").write_text(json.dumps(crop))
     torch.testing.assert_close(open_images(str(photos), folder).batch([0]), torch.full((1, 3, 8, 8), 0.5))
     (folder / "preprocessor_config.json").write_text(json.dumps(crop | {"crop_size": 6}))
-    with pytest.raises(UserError, match=r"makes images of \[3, 6, 6\], and the model takes \[3, 8, 8\]"):
+    with pytest.raises(UserError, match=r"makes images of \[3, 6, 6\], not \[3, 8, 8\]"):
         open_images(str(photos), folder)
     one = model(num_channels=1)  # which the processor gives three
     (folder / "preprocessor_config.json").write_text(json.dumps(crop))
-    with pytest.raises(UserError, match=r"makes images of \[3, 8, 8\], and the model takes \[1, 8, 8\]"):
+    with pytest.raises(UserError, match=r"makes images of \[3, 8, 8\], not \[1, 8, 8\]"):
         open_images(str(photos / "cat"), one)
     photo(photos / "dog" / "2.png")  # a square, and the others are not
     (folder / "preprocessor_config.json").write_text(json.dumps(crop | {"do_center_crop": False}))
