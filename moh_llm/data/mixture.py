@@ -4,22 +4,21 @@ import glob
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from moh_llm.errors import UserError, shown_in, without_passwords
+from moh_llm.errors import UserError, without_passwords
 from moh_llm.options import as_tuple
 from moh_llm.reading import expand_home, is_path, read_yaml
+from moh_llm.records.base import validating
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _LOCATIONS = ("files", "hub", "url_list", "builtin")
-_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "multiple_argument_values")  # error types of pydantic
-_Made = TypeVar("_Made")
 _Text = Annotated[str, Field(min_length=1)]
 _Paths = Annotated[tuple[_Text, ...], BeforeValidator(as_tuple)]  # one path or several
 
@@ -93,7 +92,8 @@ def load_mixture(path_or_name: str | Path) -> Mixture:
         content = read_yaml(path)
     except UserError as error:
         raise UserError(f"mixture {error}" + ("" if path.exists() else "; name a YAML file, or 'embedded'")) from error
-    file = _validated(lambda: _File.model_validate(content), f"mixture {path}", _File.model_fields)
+    with validating(f"mixture {path}", _File.model_fields):
+        file = _File.model_validate(content)
     sources = [_read_source(str(name), values, path) for name, values in file.sources.items()]
     return _normalised(file.name or path.stem, sources, file.validation_share)
 
@@ -120,29 +120,11 @@ def matching(pattern: str) -> list[str]:
     return [path for path in paths if os.path.isfile(path)]
 
 
-def _validated(make: Callable[[], _Made], where: str, known: Sequence[str]) -> _Made:
-    """Call ``make``; the first fault that pydantic finds becomes a UserError that names key and value."""
-    try:
-        return make()
-    except ValidationError as error:
-        faults = error.errors(include_url=False)
-    fault = next((fault for fault in faults if fault["type"] in _UNKNOWN), faults[0])
-    key = ".".join(map(str, fault["loc"]))
-    if fault["type"] in _UNKNOWN:
-        raise UserError(f"{where}: unknown key {key!r}; the keys are {', '.join(known)}")
-    if fault["type"] == "missing":
-        raise UserError(f"{where}: {key} is missing")
-    if not key:
-        raise UserError(f"{where} must be a map with the keys {', '.join(known)}")
-    given = shown_in(repr(fault["input"]))[:60]
-    message = fault["ctx"]["error"] if fault["type"] == "value_error" else fault["msg"]
-    raise UserError(f"{where}: {key}={given}: {message}")
-
-
 def _read_source(name: str, values: dict[str, Any], path: Path) -> Source:
     where = f"mixture {path}, source {name}"
     values = {key: value for key, value in values.items() if value is not None}  # without keys left blank
-    source = _validated(lambda: Source(name, **values), where, [f.name for f in fields(Source) if f.name != "name"])
+    with validating(where, [field.name for field in fields(Source) if field.name != "name"]):
+        source = Source(name, **values)
     if sum(bool(getattr(source, key)) for key in _LOCATIONS) != 1:
         raise UserError(f"{where}: give exactly one of {', '.join(_LOCATIONS)}")
     for key, needs in (("data_files", "hub"), ("revision", "hub"), ("match", "url_list")):

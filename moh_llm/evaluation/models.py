@@ -10,7 +10,7 @@ from moh_llm.modeling.head_plan_moh import HeadPlan
 from moh_llm.reading import read_json
 from moh_llm.records.conversion import read_conversion
 from moh_llm.records.identity import FolderRecords
-from moh_llm.records.model import CONFIG, TOKENIZERS, check_place, read_config, read_weight_map
+from moh_llm.records.model import CONFIG, TOKENIZERS, check_place, making_model, read_config, read_weight_map
 from moh_llm.records.seal import read_seal
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ def check_model(model: str) -> None:
 
 def _check_weights(folder: Path) -> None:
     """Raise UserError if a LLaMA's folder lacks weights, which transformers would draw at random; headers only."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     from moh_llm.conversion.base import FAMILIES
@@ -86,10 +85,8 @@ def _check_weights(folder: Path) -> None:
     weight_map, fields = read_weight_map(folder)[1], read_config(folder)
     if fields["model_type"] not in (*FAMILIES, "moh_llama") or fields.get("quantization_config"):
         return
-    try:
+    with making_model(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{folder}: its {CONFIG} makes no model ({reason(error)})") from error
     check_tensors(str(folder), folder, weight_map, config)
 
 

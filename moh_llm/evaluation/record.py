@@ -102,17 +102,11 @@ def _average_rows(rows: Sequence[Row], compared: dict[str, bool], columns: Seque
 def _average_margin(rows: Sequence[Row], label: str) -> MarginAverage:
     """Share of the base's mean margin that a model keeps, over the benchmarks where the base is above chance."""
     above = [row for row in rows if row.scores[label].at_chance is False]
-    left_out = {
-        "over": len(above),
-        "total": len(rows),
-        "at_chance": [row.name for row in rows if row.scores[label].at_chance],
-        "unknown": [row.name for row in rows if row.scores[label].at_chance is None],
-    }
     if not above:
-        return MarginAverage(share=None, model=None, base=None, **left_out)
+        return MarginAverage(share=None, over=0)
     model, base = (statistics.mean_of([row.scores[name].margin for row in above]) for name in (label, "base"))
     share = statistics.kept_share(model, base, statistics.mean_of([row.scores[label].delta for row in above]))
-    return MarginAverage(**share.content(), model=model.value, base=base.value, **left_out)
+    return MarginAverage(**share.content(), over=len(above))
 
 
 def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -> Row:
@@ -145,7 +139,6 @@ def _row(benchmark: Benchmark, scores: dict[str, ModelScores], from_hub: bool) -
         eval_split=benchmark.eval_split,
         fewshot_split=benchmark.fewshot_split,
         items_in_full=benchmark.items,
-        chance_rule=benchmark.chance,
         chance=None if chances is None else round(100 * statistics.mean(chances), 6),
         note=benchmark.note,
         published=dict(benchmark.published),

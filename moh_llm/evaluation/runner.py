@@ -30,7 +30,7 @@ from moh_llm.evaluation import statistics
 from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.processes import BenchmarkError, Finished, Team, connect
 from moh_llm.evaluation.suite import Suite
-from moh_llm.evaluation.tasks import SEEDS, Loaded, hash_definition, load_tasks, quiet, require_lm_eval
+from moh_llm.evaluation.tasks import SEEDS, Loaded, hash_definition, load_tasks, quiet
 from moh_llm.records.identity import FolderRecords, Identity, identify, read_records
 from moh_llm.terminal import say_aside
 
@@ -96,7 +96,6 @@ def score(
 
     Raises UserError for data or a model that cannot be used; a benchmark that fails is in `ModelScores.errors`.
     """
-    require_lm_eval()
     team = connect()
     say = say if team.rank == 0 else lambda line: None
     if options.device is not None and team.size > 1:

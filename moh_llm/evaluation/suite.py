@@ -9,12 +9,12 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, StringConstraints, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, StringConstraints
 from pydantic.dataclasses import dataclass
 
 from moh_llm.errors import UserError
 from moh_llm.reading import read_yaml
-from moh_llm.records.base import describe_fault
+from moh_llm.records.base import validating
 
 SUITES = Path(__file__).resolve().parent / "suites"
 HAYSTACK = "python_topics"  # the built-in text that prompts are made in if no other is given
@@ -159,10 +159,8 @@ def _build(cls: Any, entry: Any, where: str) -> Any:
     """Make the dataclass ``cls`` from a YAML mapping; unknown or missing keys and wrong types raise UserError."""
     if not isinstance(entry, dict):
         raise UserError(f"{where}: expected keys and values, found {type(entry).__name__}")
-    try:
+    with validating(where, [field.name for field in dataclasses.fields(cls)]):
         return cls(**{str(key): value for key, value in entry.items()})
-    except ValidationError as error:
-        raise UserError(f"{where} {describe_fault(error)}") from error
 
 
 def data_file(data_dir: Path, benchmark: Benchmark, part: Part, split: str) -> Path:

@@ -330,6 +330,7 @@ def _template(name: str) -> Template:
     templates = markdown_templates("moh_llm.hub", plain)
     templates.filters |= {
         "form": format,
+        "last_component": last_component,
         "figure": lambda found: Safe(show_figure(found["value"], found["interval"], ".4f")),
         "one_line": lambda paragraph: " ".join(paragraph.split()),
         "address": lambda value: Safe(found) if (found := address(value)) else None,

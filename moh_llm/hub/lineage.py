@@ -12,10 +12,10 @@ from huggingface_hub.utils import validate_repo_id
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.runs import TrainingRun, read_run, run_behind
-from moh_llm.files import check_links
 from moh_llm.reading import YAML_BYTES, expand_home, parse_yaml, read_text
 from moh_llm.records.conversion import Chain, Conversion, ConversionEntry
 from moh_llm.records.identity import read_records
+from moh_llm.records.model import licence_texts
 
 _META = "https://github.com/meta-llama"
 
@@ -250,9 +250,7 @@ def _front_matter(folder: Path) -> dict[str, Any]:
 
 
 def _texts(place: Path) -> list[Path]:
-    texts = sorted(file for file in place.glob("LICEN[CS]E*") if file.is_file())
-    check_links(place, texts)  # what a link leads to would be published
-    return texts
+    return [file for file in licence_texts(place) if file.name.startswith("LICEN")]
 
 
 def _recognise(file: Path) -> str | None:

@@ -133,14 +133,11 @@ def compare(seen: Path, local: Path, fields: dict[str, Any]) -> str | None:
     from safetensors import safe_open
     from transformers import AutoTokenizer
     from transformers.modeling_utils import AttentionInterface
-    from transformers.utils import logging
 
     from moh_llm.errors import reason
     from moh_llm.modeling import MoHLlamaForCausalLM
     from moh_llm.modeling.interval_attention_moh import NAME
 
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
         if fields.get("model_type") == "moh_llama":
             tokenizer = AutoTokenizer.from_pretrained(local, trust_remote_code=False)
@@ -153,9 +150,6 @@ def compare(seen: Path, local: Path, fields: dict[str, Any]) -> str | None:
     # A stray adapter, damaged weights, a tokenizer with code of its own: each raises another kind of error.
     except Exception as error:
         return f"the local model does not load: {reason(error)[:400]}"
-    finally:
-        if bars:
-            logging.enable_progress_bar()
     if tokenizer is None:
         ours = observe_images(model, images)
     else:

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from moh_llm.errors import UserError
 from moh_llm.files import check_links, write_text
@@ -60,7 +59,7 @@ def publish(options: PublishConfig, say: Callable[[str], None] = say) -> Publica
     """
     folder = options.folder
     check_repo_id(options.repo_id)
-    is_dit = "_class_name" in _read_model(folder)
+    is_dit = "_class_name" in read_moh_config(folder)
     token = None if options.dry_run else find_token()
     files, problems = list_files(folder)
     check_links(folder, [folder / name for name in files])
@@ -102,15 +101,6 @@ def publish(options: PublishConfig, say: Callable[[str], None] = say) -> Publica
         url, commit = push(copy, options.repo_id, token, options.private, options.revision)
         say(f"published: {url}")
         return Publication(options.repo_id, url, commit, uploaded, proof)
-
-
-def _read_model(folder: Path) -> dict[str, Any]:
-    """The config of the model in a folder. Raises UserError where there is no MoH model."""
-    if not (folder / "config.json").is_file():
-        if (folder / "model" / "config.json").is_file():
-            raise UserError(f"{folder} is a training run; publish {folder / 'model'}")
-        raise UserError(f"{folder} holds no config.json; name a folder that moh-llm convert or train made")
-    return read_moh_config(folder)
 
 
 def _added_files(options: PublishConfig, files: list[str], lineage: Lineage, licence: Licence) -> dict[str, Path]:

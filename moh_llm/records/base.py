@@ -9,15 +9,19 @@
 A file that is no such record gives one line that names the file, the field, and what is wrong with it.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import Self
 
-from moh_llm.errors import UserError, without_passwords
+from moh_llm.errors import UserError, shown_in
 from moh_llm.files import write_json
 from moh_llm.reading import read_json
+
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "multiple_argument_values")  # error types of pydantic
 
 
 class Record(BaseModel):
@@ -36,10 +40,8 @@ class Record(BaseModel):
     @classmethod
     def parse(cls, content: Any, where: str) -> Self:
         """The record that ``content`` (from JSON) holds; ``where`` names it in the UserError of a malformed one."""
-        try:
+        with validating(where):
             return cls.model_validate(content)
-        except ValidationError as error:
-            raise UserError(f"{where} {describe_fault(error)}") from error
 
     def write(self, path: Path) -> None:
         """Write the record as indented JSON in one step."""
@@ -50,15 +52,31 @@ class Record(BaseModel):
         return self.model_dump(mode="json", exclude_unset=True)
 
 
-def describe_fault(error: ValidationError) -> str:
-    """The first fault that validation found, on one line: ``has step = "x": Input should be a valid integer``."""
-    fault = error.errors(include_url=False)[0]
+@contextmanager
+def validating(where: str, keys: Iterable[str] = ()) -> Iterator[None]:
+    """Raise UserError for the first fault that pydantic finds in the block: ``WHERE has step = "x": Input should ...``.
+
+    ``where`` names what is validated, and ``keys`` are those that it may have, where others are faults.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        fault = next((fault for fault in faults if fault["type"] in _UNKNOWN), faults[0])
+        raise UserError(f"{where} {_describe(fault, ', '.join(keys))}") from error
+
+
+def _describe(fault: Any, keys: str) -> str:
+    field = ".".join(map(str, fault["loc"]))
+    if fault["type"] in _UNKNOWN:
+        return f"has the unknown key {field!r}; the keys are {keys}"
     if fault["type"] == "value_error":  # of a check that a record defines itself
         return f"is malformed: {fault['ctx']['error']}"
-    field = ".".join(map(str, fault["loc"]))
     if fault["type"] == "missing":
         return f"lacks {field}"
-    given = without_passwords(repr(fault["input"]))  # before it is cut, which could hide that it is an address
+    if not field and keys:
+        return f"must be a map with the keys {keys}"
+    given = shown_in(repr(fault["input"]))  # before it is cut, which could hide that it is an address
     given = given if len(given) <= 60 else f"{given[:57]}..."
     name = f"{field} = {given}" if field else given
     return f"has {name}: {fault['msg']}"

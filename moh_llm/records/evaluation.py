@@ -80,7 +80,6 @@ class Row(Record):
     eval_split: str
     fewshot_split: str | None
     items_in_full: int
-    chance_rule: str | float | None
     chance: float | None
     note: str
     published: dict[str, float]
@@ -93,20 +92,9 @@ class Row(Record):
 
 
 class MarginAverage(Share):
-    """Share of the base's mean margin over the benchmarks where the base is above chance.
+    """Share of the base's mean margin over the ``over`` benchmarks where the base is above chance."""
 
-    Attributes:
-        model, base: the mean margins; None where no benchmark is left.
-        over, total: numbers of benchmarks in the mean, and in the average.
-        at_chance, unknown: names of the benchmarks that are left out.
-    """
-
-    model: float | None
-    base: float | None
     over: int
-    total: int
-    at_chance: list[str]
-    unknown: list[str]
 
 
 class AverageFigures(Value):

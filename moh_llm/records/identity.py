@@ -12,13 +12,10 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-
-from moh_llm.errors import UserError
 from moh_llm.files import once_per_file, sha256
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import (
@@ -30,7 +27,7 @@ from moh_llm.records.conversion import (
     read_chain,
     read_conversion,
 )
-from moh_llm.records.model import CONFIG, TOKENIZERS, read_config, read_weight_map
+from moh_llm.records.model import CONFIG, TOKENIZERS, making_model, read_config, read_weight_map
 from moh_llm.records.seal import WeightHashes, describe_changes, find_changes, read_seal
 from moh_llm.records.tensors import is_routing_weight
 
@@ -108,10 +105,8 @@ def hash_plan(folder: Path) -> str | None:
     fields = read_config(folder)
     if fields.pop("model_type", None) != MoHLlamaConfig.model_type:
         return None
-    try:
+    with making_model(folder):
         config = MoHLlamaConfig(**fields)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise UserError(f"{folder / CONFIG} makes no model ({' '.join(str(error).split())})") from error
     plan = {name: getattr(config, name) for name in _PLAN}
     return _digest([json.dumps(plan, sort_keys=True)])
 
@@ -180,13 +175,6 @@ class FolderRecords:
     chain: Chain
     changed: str | None = None
 
-    def without_figures(self, changed: str) -> "FolderRecords":
-        """These records with only the base and vocabulary of the conversion; ``changed`` says why."""
-        kept = self.conversion and Conversion(
-            base=self.conversion.base, vocabulary=self.conversion.vocabulary, set_aside=changed
-        )
-        return replace(self, conversion=kept, changed=changed)
-
     def lines(self, name: str) -> list[str]:
         """Lines for the user; ``name`` is what the model is called."""
         if self.changed is None:
@@ -207,8 +195,10 @@ def read_records(folder: Path) -> FolderRecords:
     model = hash_model(folder)
     why = [describe_changes(changes)] if changes else []
     why += [mismatch] if (mismatch := _find_mismatch(model, conversion, chain)) else []
-    records = FolderRecords(model, conversion, chain)
-    return records.without_figures(", and ".join(why)) if why else records
+    changed = ", and ".join(why) or None
+    if conversion and changed:
+        conversion = Conversion(base=conversion.base, vocabulary=conversion.vocabulary, set_aside=changed)
+    return FolderRecords(model, conversion, chain, changed)
 
 
 def _find_mismatch(model: WeightHashes, conversion: Conversion | None, chain: Chain) -> str | None:

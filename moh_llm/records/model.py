@@ -1,9 +1,11 @@
 """The folder of a model: its name, its config and the files of its weights."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moh_llm.errors import UserError
+from moh_llm.errors import UserError, reason
 from moh_llm.files import check_links
 from moh_llm.reading import read_json
 
@@ -91,11 +93,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A model folder's `config.json`.
 
     Raises:
-        UserError: it cannot be read, is no object, or has a number that no model can have. Absent and null fields are
-            not checked here, since families need different ones.
+        UserError: it is missing, cannot be read, is no object, or has a number that no model can have. Absent and null
+            fields are not checked here, since families need different ones.
     """
     if not (folder / CONFIG).exists():
         check_no_adapter(folder)
+        inside = f", such as {folder / 'model'}" if (folder / "model" / CONFIG).exists() else ""
+        raise UserError(f"{folder} holds no {CONFIG}; name a model's folder{inside}")
     fields = read_json(folder / CONFIG)
     if not isinstance(fields, dict):
         raise UserError(f"{folder / CONFIG} is not an object; is {folder} a model's folder?")
@@ -121,6 +125,17 @@ def is_image_model(fields: dict[str, Any]) -> bool:
     """Whether a `config.json` is of a model of images: a ViT, DeiT or DINOv2, a DiT of diffusers, or a MoH one."""
     kind = str(fields.get("model_type")).removeprefix("moh_")
     return kind in ("vit", "deit", "dinov2") or "DiTTransformer2DModel" in str(fields.get("_class_name"))
+
+
+@contextmanager
+def making_model(name: str | Path) -> Iterator[None]:
+    """Raise UserError where transformers refuses, in the block, the config of the model that is called ``name``."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"{name}: its {CONFIG} makes no model ({reason(error)})") from error
 
 
 # ---- weights

@@ -8,8 +8,8 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moh_llm.errors import UserError, reason
-from moh_llm.records.model import CONFIG
+from moh_llm.errors import UserError
+from moh_llm.records.model import CONFIG, making_model
 
 if TYPE_CHECKING:
     import torch
@@ -109,20 +109,17 @@ def empty_model(config: Any, name: str) -> Any:
         UserError: the config, of the model that is called ``name``, makes none, or transformers would not save it.
     """
     import torch
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     config = copy.deepcopy(config)
     config._attn_implementation = None  # a saved one may not be installed here
-    try:
+    with making_model(name):
         if validate := getattr(config, "validate", None):  # as `save_pretrained` does, which is after the training
             validate()
         # The class itself: `from_config` under DeepSpeed's ZeRO-3 partitions the weights, which have no shape then.
         with torch.device("meta"), no_init_weights():
             return AutoModelForCausalLM._model_mapping[type(config)](config)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{name}: its {CONFIG} makes no model ({reason(error)})") from error
 
 
 def is_tied(folder: Path, weight_map: Mapping[str, str], asked: bool) -> bool:

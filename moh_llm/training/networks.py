@@ -4,16 +4,15 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from moh_llm.conversion.base import moh_fields
 from moh_llm.data.tokenizer import open_tokenizer
-from moh_llm.errors import UserError, reason
+from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
-from moh_llm.records.model import licence_texts, read_config, read_weight_map
+from moh_llm.records.model import licence_texts, making_model, read_config, read_weight_map
 from moh_llm.records.tensors import Tensors, check_tensors, empty_model, is_fallback_weight, is_routing_weight, is_tied
 from moh_llm.training.config import LoraConfig, TrainConfig
 from moh_llm.training.reference import Reference
@@ -21,10 +20,8 @@ from moh_llm.training.reference import Reference
 
 def read_network_config(folder: Path) -> MoHLlamaConfig:
     """The config of a converted model, without what a session may have set. Raises UserError if it makes no model."""
-    try:
+    with making_model(folder):
         config = MoHLlamaConfig.from_pretrained(folder)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{Path(folder) / 'config.json'} cannot be used: {reason(error)}") from error
     empty_model(config, str(folder))
     config.return_dict, config.output_attentions, config.output_hidden_states = True, False, False
     config._attn_implementation = None  # the default

@@ -185,8 +185,6 @@ def check_converted(folder: Path) -> None:
     """Raise UserError unless a folder holds a MoH model's config."""
     if not folder.is_dir():
         raise UserError(f"model={folder} is not a folder; name one that moh-llm convert made")
-    if not (folder / "config.json").is_file():
-        raise UserError(f"model={folder} holds no config.json; name a folder that moh-llm convert made")
     if is_image_model(read_config(folder)):
         raise UserError(f"model={folder} is a model of images; name them as images.train, and an objective.kind")
     read_moh_config(folder, f"model={folder}")

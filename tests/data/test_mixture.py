@@ -90,28 +90,28 @@ def test_local_paths_are_those_of_the_mixture_file(tmp_path, monkeypatch):
     [
         ("{wieght: 1, files: x}", "unknown key 'wieght'; the keys are weight, files,"),
         ("{weight: 1, files: x, type: messages, text_field: body}", "text_field needs type: text"),
-        ("{weight: -1, files: x}", "weight=-1: "),
-        ("{weight: , files: x}", "weight is missing"),
+        ("{weight: -1, files: x}", "has weight = -1: "),
+        ("{weight: , files: x}", "lacks weight"),
         ("{weight: 1, files: x, url_list: y}", "give exactly one of files, hub, url_list, builtin"),
         ("{weight: 1, files: x, revision: y}", "revision needs hub, which is not given"),
         ("{weight: 1, hub: org/name}", "hub=org/name needs data_files, for example data/*.parquet"),
-        ("{weight: 1, files: [x, 1]}", "files.1=1: Input should be a valid string"),
-        ("{weight: .inf, files: x}", "weight=inf: "),
+        ("{weight: 1, files: [x, 1]}", "has files.1 = 1: Input should be a valid string"),
+        ("{weight: .inf, files: x}", "has weight = inf: "),
     ],
 )
 def test_bad_sources(tmp_path, source, message):
     (tmp_path / "m.yaml").write_text(f"sources:\n  good: {{weight: 1, files: x}}\n  web: {source}\n")
     refused = refusal(tmp_path / "m.yaml")
-    assert refused.startswith(f"mixture {tmp_path}/m.yaml, source web: ")
+    assert refused.startswith(f"mixture {tmp_path}/m.yaml, source web")
     assert message in refused
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("source: {}", ": unknown key 'source'; the keys are name, validation_share, sources"),
-        ("name: x", ": sources is missing"),
-        ("sources: {web: x.jsonl}", ": sources.web='x.jsonl': "),
+        ("source: {}", " has the unknown key 'source'; the keys are name, validation_share, sources"),
+        ("name: x", " lacks sources"),
+        ("sources: {web: x.jsonl}", " has sources.web = 'x.jsonl': "),
         ("- a", " must be a map with the keys name, validation_share, sources"),
         ("a: [", " cannot be read as YAML: while parsing"),
     ],

@@ -31,7 +31,7 @@ def _cut(weights: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "damage", "message"),
     [
-        ("config.json", Path.unlink, "config.json does not exist"),
+        ("config.json", Path.unlink, "holds no config.json; name a model's folder"),
         ("tokenizer*", Path.unlink, "has no tokenizer"),
         ("model.safetensors", _cut, r"model\.safetensors is damaged or truncated"),
     ],

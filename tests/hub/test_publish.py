@@ -143,7 +143,7 @@ def test_folders_that_cannot_be_published(folder, fake_hub, capsys, tmp_path):
 
     assert "holds no config.json" in refused(tmp_path / "nothing")
     shutil.copytree(folder, tmp_path / "run" / "model")
-    assert f"publish {tmp_path / 'run' / 'model'}" in refused(tmp_path / "run")
+    assert f"name a model's folder, such as {tmp_path / 'run' / 'model'}" in refused(tmp_path / "run")
     assert "holds no report.json" in refused(folder, "--evaluation", str(tmp_path / "nothing"))
     assert not fake_hub.requests
 

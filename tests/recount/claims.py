@@ -132,7 +132,7 @@ def _verdict(facts: Facts) -> Expected:
     recovery, kept = model["recovery"], model["margin_kept"]
     of_average = [recovery["share"], model["value"], base["value"], *_spread(recovery), average["over"]]
     of_margin = [kept["share"], *_spread(kept)] if kept["share"] is not None else []
-    over = [kept["over"]] if kept["over"] not in (0, kept["total"]) else []
+    over = [kept["over"]] if kept["over"] not in (0, average["over"]) else []
     return [*of_average, *of_margin, *over]
 
 
