@@ -53,7 +53,7 @@ lint: $(VENV)/installed
 	$(VENV)/bin/lint-imports --no-logo
 
 reference: $(VENV)/installed
-	$(VENV)/bin/python -m moh_llm.commands.reference > docs/reference.md.new
+	$(VENV)/bin/python docs/reference.py > docs/reference.md.new
 	mv docs/reference.md.new docs/reference.md
 
 docs: $(VENV)/installed

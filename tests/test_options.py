@@ -1,6 +1,7 @@
 """Options are declared once: recipes, flags and keyword arguments read them alike, and as strictly."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 
 import moh_llm
 from moh_llm.cli import main
-from moh_llm.commands import reference
+from moh_llm.commands.recipes import KINDS, full_recipe
 from moh_llm.conversion.config import ConversionConfig
 from moh_llm.errors import UserError
 from moh_llm.flags import OptionParser, options_from
@@ -17,7 +18,6 @@ from moh_llm.recipe import differing, read_options, recipe_values
 from moh_llm.training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = reference.KINDS
 
 
 def parse(*words: str) -> ConversionConfig:
@@ -116,7 +116,7 @@ def test_keyword_arguments_are_checked_likewise(tmp_path) -> None:
 def test_the_reference_page_is_current() -> None:
     """`make reference` writes it."""
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    assert page == reference.page()
+    assert page == runpy.run_path(str(ROOT / "docs" / "reference.py"))["page"]()
     for kind in KINDS.values():
         assert all(f"| `{name}`" in page for name in options_of(kind))
 
@@ -125,12 +125,12 @@ def test_the_reference_page_is_current() -> None:
 def test_a_recipe_in_full_is_read_as_the_defaults(command, tmp_path) -> None:
     required = {name: "3" for name, option in options_of(KINDS[command]).items() if option.is_required}
     required = {name: value for name, value in required.items() if "." not in name}
-    (tmp_path / "r.yaml").write_text(reference.full_recipe(command))
+    (tmp_path / "r.yaml").write_text(full_recipe(command))
     given = [("test", *item) for item in required.items()]
     assert read_options(KINDS[command], [*recipe_values(tmp_path / "r.yaml"), *given]) == read_options(
         KINDS[command], given
     )
-    assert all(f"{name.rpartition('.')[2]}:" in reference.full_recipe(command) for name in options_of(KINDS[command]))
+    assert all(f"{name.rpartition('.')[2]}:" in full_recipe(command) for name in options_of(KINDS[command]))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)

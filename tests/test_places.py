@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from moh_llm.cli import main
-from moh_llm.commands.reference import KINDS
+from moh_llm.commands.recipes import KINDS
 from moh_llm.options import Folder, Place, Places, options_of
 from moh_llm.recipe import read_options
 

@@ -11,19 +11,27 @@ import argparse
 import difflib
 import os
 import shutil
+import textwrap
 from pathlib import Path
 
+from moh_llm.conversion.config import ConversionConfig
 from moh_llm.errors import UserError
+from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.flags import as_path
+from moh_llm.hub.config import PublishConfig
+from moh_llm.options import options_of
 from moh_llm.recipe import shipped_files
 from moh_llm.terminal import say
+from moh_llm.training.config import TrainConfig
+
+KINDS = {"convert": ConversionConfig, "train": TrainConfig, "evaluate": EvaluationConfig, "publish": PublishConfig}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
         "--all-keys",
-        choices=["convert", "train", "evaluate", "publish"],
+        choices=list(KINDS),
         help="print a recipe of that command with all options, their meanings and defaults",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
@@ -35,8 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """List or copy. Raises `UserError` for bad input."""
     if args.all_keys is not None:
-        from moh_llm.commands.reference import full_recipe
-
         say(*full_recipe(args.all_keys).splitlines())
         return
     if args.action == "copy":
@@ -82,3 +88,18 @@ def copy_files(names: list[str], output: Path) -> list[Path]:
                 f"{copy} cannot be written: {error.strerror}; name another folder with --output-dir"
             ) from error
     return list(copies)
+
+
+def full_recipe(command: str) -> str:
+    """A recipe of that command with all options at their defaults, each below its meaning."""
+    lines = [f"# All options of `moh-llm {command}`, at their defaults."]
+    for name, option in options_of(KINDS[command]).items():
+        *groups, last = name.split(".")
+        indent = "  " * len(groups)
+        told = f"{option.meaning} ({option.type_in_words}{', required' if option.is_required else ''})"
+        lines += ["", *textwrap.wrap(told, 116, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")]
+        # What must be given, and the members of groups that are off, are comments: the recipe is one as it is.
+        off = option.is_required or (groups and options_of(KINDS[command])[groups[0]].default is None)
+        value = "" if option.is_group and not option.nullable else f" {option.default_in_words}"
+        lines.append(f"{indent}{'# ' if off else ''}{last}:{value}".rstrip())
+    return "\n".join(lines) + "\n"

@@ -1,27 +1,24 @@
 """A model's card, from the records of its conversion, training and evaluation and nothing else.
 
-`templates/card.md` has the card's text; this module reads the records for it, and makes the metadata for the Hub.
+`templates/card.md` has the card's text; this module reads the records for it, and `metadata` makes what the Hub reads.
 """
 
 import contextlib
 import json
-import re
 import shlex
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Template
 
 from moh_llm import claims
 from moh_llm.errors import UserError
 from moh_llm.evaluation import runs, tables
 from moh_llm.evaluation.rendering import Safe, Table, address, markdown_templates, plain, visible
-from moh_llm.evaluation.runs import TrainingRun
 from moh_llm.files import write_text
 from moh_llm.hub.checks import CARD
-from moh_llm.hub.lineage import Licence, Lineage, check_terms, find_licence, is_hub_id, read_lineage
+from moh_llm.hub.lineage import Licence, Lineage, check_terms, find_licence, read_lineage
+from moh_llm.hub.metadata import image_results, make_metadata, text_results
 from moh_llm.intervals import show_documents, show_figure, show_number
 from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.conversion import REFERENCES, Conversion, RunEntry, last_component
@@ -30,15 +27,8 @@ from moh_llm.records.identity import identify
 from moh_llm.records.model import is_image_model, read_moh_config
 from moh_llm.records.run import Scores
 from moh_llm.records.seal import add_to_seal
-from moh_llm.records.tokens import read_tokens
 
 _Facts = tuple[dict[str, Any], dict[str, Any]]  # values of a card's template, and what its metadata say
-# Task, metric and its name on the Hub. The cosine to another model's class token is no score of a task.
-_IMAGE_SCORES = {
-    "top1": ("image-classification", "accuracy", "top-1 accuracy"),
-    "top5": ("image-classification", "accuracy", "top-5 accuracy"),
-    "error": ("image-generation", "mse", "squared error to the noise"),
-}
 
 
 def build_card(
@@ -92,7 +82,7 @@ def build_card(
         versions=[f"{package} {version}" for package, version in versions.items() if version],
         **own,
     )
-    metadata = _metadata(name, lineage, found, **facts)
+    metadata = make_metadata(name, lineage, found, **facts)
     return f"---\n{metadata.to_yaml()}\n---\n\n{body.strip()}\n"
 
 
@@ -132,97 +122,6 @@ def read_scores(evaluation: Path, folder: Path) -> tuple[EvaluationRecord, str]:
     return record, label
 
 
-# ---- metadata
-
-
-def _metadata(
-    name: str, lineage: Lineage, licence: Licence | None, eval_results: list[EvalResult], **related: str | None
-) -> ModelCardData:
-    if lineage.base_id:
-        related["base_model_relation"] = "finetune"
-    if licence:
-        related["license"] = licence.id
-    if licence and licence.id == "other":  # the Hub wants a name and a link
-        related["license_name"] = licence.name or "see-license-link"
-        related["license_link"] = address(licence.link) or (licence.file.name if licence.file else None)
-    return ModelCardData(
-        base_model=lineage.base_id,
-        datasets=_hub_datasets(lineage.run) or None,
-        tags=["mixture-of-head", "moh"],
-        model_name=name if eval_results else None,
-        eval_results=eval_results or None,
-        **related,
-    )
-
-
-def _eval_results(report: EvaluationRecord, label: str) -> list[EvalResult]:
-    """The scores as the Hub's `model-index` holds them, in percent as in ``report.json``, unrounded."""
-    results = [
-        EvalResult(
-            task_type="text-generation",
-            task_name="Text Generation",
-            dataset_type=_plain_name(row.dataset),
-            dataset_name=_plain_name(row.name),
-            dataset_config=None if row.dataset_config is None else _plain_name(row.dataset_config),
-            dataset_split=_plain_name(row.eval_split),
-            dataset_revision=row.revision,
-            # "exact_match (strict-match)": the metric and the filter before it.
-            metric_type=_plain_name(row.metric).split(" (")[0],
-            metric_name=_plain_name(f"{row.metric}, {row.shots}-shot"),
-            metric_value=row.scores[label].value,
-            verified=False,
-        )
-        for row in report.results(label)
-    ]
-    of_dataset = Counter(result.unique_identifier for result in results)
-    for result in results:
-        # The Hub files several benchmarks of one dataset under the name of the first.
-        if of_dataset[result.unique_identifier] > 1:
-            result.metric_name = f"{result.dataset_name}: {result.metric_name}"
-    return results
-
-
-def _image_results(report: dict[str, Any], label: str) -> list[EvalResult]:
-    """The same of a classifier's accuracies and a DiT's error, as in ``report.json``; none on part of the images."""
-    found, split, name = report["models"][label], report.get("split"), report["images"]
-    if report.get("limit", 0) is not None or found["count"] < FEWEST_ITEMS:
-        return []
-    name = _plain_name(name.partition(":")[0] if split else last_component(name))
-    return [
-        EvalResult(
-            task_type=task,
-            dataset_type=name,
-            dataset_name=name,
-            dataset_split=split and _plain_name(split),
-            metric_type=kind,
-            metric_name=metric,
-            metric_value=found["scores"][score]["value"]["value"],
-            verified=False,
-        )
-        for score, (task, kind, metric) in _IMAGE_SCORES.items()
-        if score in found["scores"]
-    ]
-
-
-def _plain_name(value: str) -> str:
-    """A name without markup, since the Hub's pages may show it unescaped."""
-    return " ".join(re.sub(r"[^\w .,:;()+/@=%-]", " ", plain(value)).split())[:100] or "-"
-
-
-def _hub_datasets(run: TrainingRun | None) -> list[str]:
-    """Ids of the Hub datasets that training read, if the record of its tokens is on this machine."""
-    if run is None or not run.record.tokens_in:
-        return []
-    try:
-        sources = read_tokens(Path(run.record.tokens_in)).sources
-    except UserError:
-        return []
-    read = [name for name, entry in (run.record.data_read or {}).items() if entry["tokens"] and name in sources]
-    files = [part.file for name in read for part in sources[name].text]
-    found = [re.match(r"hf://datasets/([^/@]+/[^/@]+)", file) for file in files]
-    return list(dict.fromkeys(match[1] for match in found if match and is_hub_id(match[1])))
-
-
 # ---- values of the template, and what metadata say of a kind of model
 
 
@@ -241,7 +140,7 @@ def _describe_text(fields: dict[str, Any], lineage: Lineage, evaluation: Path | 
         "label": label,
         "no_results": [row for row in scored if row not in report.results(label)],
     }
-    results = _eval_results(report, label) if report else []
+    results = text_results(report, label) if report else []
     return values, {"eval_results": results, "library_name": "transformers", "pipeline_tag": "text-generation"}
 
 
@@ -251,7 +150,7 @@ def _describe_images(fields: dict[str, Any], lineage: Lineage, evaluation: Path 
     from moh_llm.vision import model_class
 
     report, label = read_image_scores(evaluation, lineage.folder) if evaluation else (None, "")
-    results = _image_results(report, label) if report else []
+    results = image_results(report, label) if report else []
     made, architecture = lineage.conversion, model_class(lineage.folder).__name__
     values = {
         "config": fields,

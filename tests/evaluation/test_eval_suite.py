@@ -74,7 +74,7 @@ def test_own_suite_by_path_with_a_borrowed_benchmark(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("items: 3", "items: 3, metrik: acc", r"benchmark 1 has metrik = 'acc': Unexpected keyword argument"),
+        ("items: 3", "items: 3, metrik: acc", r"benchmark 1 has the unknown key 'metrik'; the keys are name, shots,"),
         ("shots: 0", "shots: none", r"benchmark 1 has shots = 'none': Input should be a valid integer"),
         ("shots: 0", "shots: 5", r"shots=5 does not go with"),
         ("stock: a.yaml", "stock: a.yaml, definition: b.yaml", r"one of `stock`"),

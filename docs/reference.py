@@ -1,15 +1,11 @@
-"""All options of all commands: ``python -m moh_llm.commands.reference > docs/reference.md``, and recipes in full."""
+"""Writes `docs/reference.md`, all options of all commands, from the dataclasses that declare them: `make reference`."""
 
 import sys
-import textwrap
 
+from moh_llm.commands.recipes import KINDS
 from moh_llm.conversion.config import ConversionConfig
-from moh_llm.evaluation.config import EvaluationConfig
-from moh_llm.hub.config import PublishConfig
 from moh_llm.options import Option, options_of
-from moh_llm.training.config import TrainConfig
 
-KINDS = {"convert": ConversionConfig, "train": TrainConfig, "evaluate": EvaluationConfig, "publish": PublishConfig}
 _PAGE = """# Options
 
 Written by `make reference` from the dataclasses that declare the options; do not edit.
@@ -38,21 +34,6 @@ def _row(command: str, name: str, option: Option) -> str:
     unflagged = " (no flag)" if command == "convert" and name in ConversionConfig.WITHOUT_FLAG else ""
     cells = (f"`{name}`{unflagged}", option.type_in_words, default, option.meaning)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
-
-
-def full_recipe(command: str) -> str:
-    """A recipe of that command with all options at their defaults, each below its meaning."""
-    lines = [f"# All options of `moh-llm {command}`, at their defaults."]
-    for name, option in options_of(KINDS[command]).items():
-        *groups, last = name.split(".")
-        indent = "  " * len(groups)
-        told = f"{option.meaning} ({option.type_in_words}{', required' if option.is_required else ''})"
-        lines += ["", *textwrap.wrap(told, 116, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")]
-        # What must be given, and the members of groups that are off, are comments: the recipe is one as it is.
-        off = option.is_required or (groups and options_of(KINDS[command])[groups[0]].default is None)
-        value = "" if option.is_group and not option.nullable else f" {option.default_in_words}"
-        lines.append(f"{indent}{'# ' if off else ''}{last}:{value}".rstrip())
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
