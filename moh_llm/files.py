@@ -173,12 +173,9 @@ def scratch_folder(output: Path) -> Iterator[Path]:
     temporary = output.with_name(f".{output.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror}; free some space or name another place") from error
-    try:
         yield temporary
     except OSError as error:
-        if error.errno not in _DISK_REFUSALS:
+        if temporary.exists() and error.errno not in _DISK_REFUSALS:
             raise
         raise UserError(f"cannot write {output}: {error.strerror}; free some space or name another place") from error
     finally:

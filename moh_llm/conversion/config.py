@@ -22,7 +22,7 @@ class PlanOptions:
     """`paper`: half of the heads shared, 3/4 active. Query-norm router, even budgets and no fallback, as in the paper;
     the first heads are the shared ones."""
 
-    num_shared_heads: int | None = None
+    num_shared_heads: NonNegativeInt | None = None
     """Heads of each layer that are always on. Default: those that the fit finds; with other fallbacks than `local`, or
     the router `query_norm`, 1/8 of the heads and at least 1."""
 
@@ -62,8 +62,9 @@ class PlanOptions:
     """First tokens of a document with all heads on. With local fallbacks. Default: an eighth of the context, at most
     1,024."""
 
-    context: PositiveInt = 512
-    """Tokens per sequence."""
+    context: PositiveInt = 8192
+    """Tokens per sequence of text. At most what the base was made for; calibrate at the length that the model is
+    for."""
 
     def __post_init__(self) -> None:
         if self.router_type == "query_norm" and (self.budgets == "uneven" or self.fallback in ("value", "local")):
@@ -151,10 +152,6 @@ class ConversionConfig(PlanOptions):
     """Text to fit and verify on: files, or one mixture. Files (`.jsonl`, `.json.gz`, `.jsonl.zst`, `.txt`, `.parquet`)
     count equally; a mixture is a YAML file. Verification reads a held-out part. Default: the text that Python ships.
     For a model of images: one folder, IDX file or Hub dataset of images."""
-
-    context: PositiveInt = 8192
-    """Tokens per sequence of text. At most what the base was made for; calibrate at the length that the model is
-    for."""
 
     calibration_tokens: PositiveInt = 24576
     """Tokens to fit on; patches of images."""

@@ -342,7 +342,7 @@ PATCHES = (
     ),
     Patch(
         "the card shows the base's scores as the model's",
-        "moh_llm/hub/card.py",
+        "moh_llm/hub/metadata.py",
         "metric_value=row.scores[label].value",
         'metric_value=row.scores["base"].value',
         ("tests/hub/test_card_metadata.py",),
