@@ -24,23 +24,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Initialise, and print what was made. Raises `UserError` for bad input."""
     from moh_llm.errors import UserError
-    from moh_llm.training.from_scratch import initialise
+    from moh_llm.training.from_scratch import initialise, initialise_images
 
     if not 0 <= args.seed < 2**32:
         raise UserError(f"--seed {args.seed} must lie in [0, 2**32)")
     values = read_yaml(args.architecture)
     if isinstance(values, dict) and ("model_type" in values or "sample_size" in values):
-        from moh_llm.training.images import initialise as initialise_images
-
         model = initialise_images(args.architecture, args.output_dir, args.seed, args.overwrite)
     elif args.tokenizer is None:
         raise UserError("a language model needs a tokenizer: add --tokenizer")
     else:
         model = initialise(args.architecture, args.tokenizer, args.output_dir, args.seed, args.overwrite)
     config, total = getattr(model, "plan", model.config), sum(weight.numel() for weight in model.parameters())
-    layers, active = config.num_hidden_layers, sum(config.active_heads_per_layer)
+    layers, plan = config.num_hidden_layers, ", dense"
+    if hasattr(config, "router_type"):
+        plan = f" -> {sum(config.active_heads_per_layer) / layers:.4g} active, router {config.router_type}"
     say(
-        f"{args.architecture.stem}: {total:,} parameters, {layers} layers of {config.num_attention_heads} heads -> "
-        f"{active / layers:.4g} active, router {config.router_type}",
+        f"{args.architecture.stem}: {total:,} parameters, {layers} layers of {config.num_attention_heads} heads{plan}",
         f"written to {args.output_dir} in float32, seed {args.seed}",
     )

@@ -1,4 +1,4 @@
-"""Models to train from scratch: an architecture file and a tokenizer make a folder of random weights."""
+"""Models to train from scratch: an architecture file, for text also a tokenizer, makes a folder of random weights."""
 
 import difflib
 from dataclasses import fields
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig
 
 from moh_llm.data.tokenizer import TextTokenizer, open_tokenizer
 from moh_llm.errors import UserError, reason
@@ -75,14 +75,11 @@ def initialise(architecture: Path, tokenizer: str, output: Path, seed: int, over
         UserError: an input cannot be used, ``output`` is in the way, or the disk refuses.
     """
     check_output_folder(output, overwrite, [architecture, tokenizer])
-    config = read_architecture(architecture)
-    loaded = open_tokenizer(tokenizer)
+    config, loaded = read_architecture(architecture), open_tokenizer(tokenizer)
     ids = TextTokenizer.from_tokenizer(loaded).vocab_size
     if config.vocab_size < ids:
-        raise UserError(
-            f"{architecture}: vocab_size={config.vocab_size} is less than the {ids} ids of tokenizer {tokenizer}; "
-            "raise it or name a smaller tokenizer"
-        )
+        small = f"vocab_size={config.vocab_size} is less than the {ids} ids of tokenizer {tokenizer}"
+        raise UserError(f"{architecture}: {small}; raise it or name a smaller tokenizer")
     config.bos_token_id, config.eos_token_id = loaded.bos_token_id, loaded.eos_token_id
     # The embedding of a padding token is never trained, so one with another use must not count as padding.
     if loaded.pad_token_id not in (loaded.bos_token_id, loaded.eos_token_id):
@@ -99,3 +96,40 @@ def initialise(architecture: Path, tokenizer: str, output: Path, seed: int, over
         loaded.save_pretrained(temporary)
         write_seal(temporary, hash_model(temporary))
     return model
+
+
+def initialise_images(architecture: Path, output: Path, seed: int, overwrite: bool) -> torch.nn.Module:
+    """Write a model of random weights as a folder that training starts from, and return the model.
+
+    The file has the arguments of a MoH-DiT, or a ``model_type``, such as moh_vit or the dense vit, and fields of its
+    configuration. As in DiT's code, and other than in diffusers, adaLN and the output layers start at zero.
+
+    Raises:
+        UserError: the file makes no model, ``output`` is in the way, or the disk refuses.
+    """
+    from moh_llm import vision  # needs a newer transformers than text
+
+    check_output_folder(output, overwrite, [architecture])
+    values = read_yaml(architecture)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if "model_type" in values:
+                config = AutoConfig.for_model(**values)
+                if unknown := values.keys() - {field.name for field in fields(config)} - {"num_labels", "model_type"}:
+                    raise ValueError(f"unknown key {min(unknown)!r}")
+                if config.hidden_size % (heads := config.num_attention_heads):
+                    raise ValueError(f"hidden_size must be a multiple of num_attention_heads={heads}")
+                network = AutoModelForImageClassification.from_config(config)
+            else:
+                network = vision.MoHDiTTransformer2DModel(**values)
+                adaptive = [block.norm1.linear for block in network.transformer_blocks]
+                for layer in (*adaptive, network.proj_out_1, network.proj_out_2):
+                    torch.nn.init.zeros_(layer.weight)
+                    torch.nn.init.zeros_(layer.bias)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, StrictDataclassError) as error:
+        raise UserError(f"{architecture} makes no model: {reason(error)}") from error
+    with lock_folder(output), new_folder(output, overwrite) as temporary:
+        network.save_pretrained(temporary)
+        write_seal(temporary, hash_model(temporary))
+    return network

@@ -7,32 +7,27 @@ import copy
 import hashlib
 import math
 import shutil
-from dataclasses import fields
-from functools import partial
+from contextlib import suppress
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from moh_llm import vision
 from moh_llm.conversion.base import locate
 from moh_llm.data.stream import SequenceStream, permute
-from moh_llm.errors import UserError, reason
-from moh_llm.files import check_output_folder, new_folder
-from moh_llm.locking import lock_folder
+from moh_llm.errors import UserError
+from moh_llm.files import new_folder
 from moh_llm.options import options_of
-from moh_llm.reading import read_yaml
 from moh_llm.records.conversion import last_component
 from moh_llm.records.identity import hash_model, identify, read_records
 from moh_llm.records.model import read_config
 from moh_llm.records.run import LogLine, ModelMark
-from moh_llm.records.seal import SEAL, mark_files, write_seal
+from moh_llm.records.seal import SEAL, mark_files
 from moh_llm.records.tensors import is_routing_weight
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.loop import Training
@@ -67,8 +62,7 @@ class ImageStream(SequenceStream):
 
     def read(self, numbers: list[int]) -> dict[str, Tensor]:
         """Pixels `[B, C, H, W]` and labels `[B]` of these images; the labels are -1 where there are none."""
-        labels = self.images.labels
-        labels = torch.full((len(numbers),), -1) if labels is None else labels[numbers]
+        labels = torch.full((len(numbers),), -1) if self.images.labels is None else self.images.labels[numbers]
         return {"pixels": self.images.batch(numbers), "labels": labels}
 
 
@@ -159,29 +153,38 @@ class ImageTraining(Training):
         config, accelerator = self.config, self.accelerator
         if accelerator.distributed_type not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise UserError("models of images are trained by one process or ddp; choose another accelerate config")
-        network, kind = load_model(Path(config.model)).float(), config.objective.kind
+        folder, kind = Path(config.model), config.objective.kind
+        network = load_model(folder).float()
         if not {"noise": is_denoiser(network), "cross_entropy": hasattr(network, "classifier")}.get(kind, True):
             raise UserError(f"objective.kind={kind} is not for a {type(network).__name__}; set another one")
         for name, weight in network.named_parameters():  # nothing masks patches; DDP waits for every gradient
             weight.requires_grad_((is_routing_weight(name) or not config.freeze_base) and "mask_token" not in name)
         if not (weights := trained_weights(network)):
-            raise UserError(f"freeze_base=true: model={config.model} has no router or fallback that is trained")
-        records, teacher, reference = read_records(Path(config.model)), None, None
-        for line in records.lines(f"model={config.model}"):
+            raise UserError(f"freeze_base=true leaves nothing to train in model={config.model}; set it to false")
+        for line in (records := read_records(folder)).lines(f"model={config.model}"):
             self.say(line)
-        if config.objective.has_teacher:
-            teacher = make_teacher(config, network)
-            reference = Reference("named" if config.base else "start", own=config.base is None)
+        teacher = make_teacher(config, network) if config.objective.has_teacher else None
+        reference = teacher and Reference("named" if config.base else "start", own=config.base is None)
         self.start = StartingPoint(records, reference, last_component(config.images.train))
-        self.stream, self.held_out = (
-            place and ImageStream(open_images(place, Path(config.model), kind == "cross_entropy"), config.seed)
-            for place in (config.images.train, config.images.held_out)
-        )
-        if kind == "cross_entropy" and network.config.id2label[0] == "LABEL_0":  # names that stand for none
-            network.config.id2label = dict(enumerate(self.stream.images.class_names))
-            network.config.label2id = {name: number for number, name in network.config.id2label.items()}
+        images = open_images(config.images.train, folder, kind == "cross_entropy")
+        self.stream, step = ImageStream(images, config.seed), ImageStep(network, teacher, config)
+        if teacher is not None and config.base is not None:
+            check_base(config, step, self.stream)
+        if class_names(network)[:1] == ["LABEL_0"]:  # names that stand for none
+            names = images.class_names if teacher is None else class_names(teacher)
+            network.config.id2label = dict(enumerate(names))
+            network.config.label2id = {name: number for number, name in enumerate(names)}
+        place, has_classes = config.images.held_out, hasattr(network, "classifier")
+        try:
+            held_out = place and open_images(place, folder, has_classes, class_names(network))
+        except UserError as error:
+            if kind == "cross_entropy":
+                raise
+            held_out = replace(open_images(place, folder), labels=None)  # a teacher needs none
+            self.say(f"accuracy is not measured: {error}")
+        self.held_out = held_out and ImageStream(held_out, config.seed)
         self.run.check_data(self.facts()["data"])
-        step = ImageStep(network, teacher, config).to(accelerator.device)
+        step.to(accelerator.device)
         optimizer, decay = make_optimizer(network, config), config.images.ema_decay
         averages = {_AVERAGE + name: weight.detach().clone() for name, weight in weights.items() if decay}
         pairs = [(averages[_AVERAGE + name], weight.detach()) for name, weight in weights.items() if decay]
@@ -192,10 +195,9 @@ class ImageTraining(Training):
 
     def facts(self) -> dict[str, Any]:
         """What identifies the images, and what the run distills from."""
-        labels, reference = self.stream.images.labels, self.start.reference
-        digest = None if labels is None else hashlib.sha256(labels.numpy().tobytes()).hexdigest()
-        data = {"images": len(self.stream.images), "labels_sha256": digest}
-        return {"data": data, "reference": reference and reference.kind}
+        images, reference = self.stream.images, self.start.reference
+        digest = None if images.labels is None else hashlib.sha256(images.labels.numpy().tobytes()).hexdigest()
+        return {"data": {"images": len(images), "labels_sha256": digest}, "reference": reference and reference.kind}
 
     def of_step(self) -> str:
         """What a step reads, in words."""
@@ -248,7 +250,9 @@ class ImageTraining(Training):
             for name in [name for name in weights if name.startswith(_AVERAGE)]:
                 weights[name.removeprefix(_AVERAGE)].copy_(weights[name])
         student, files, made = self.step.student, {}, None
-        cast_as_stored(student, Path(config.model), partial(_name_in_files, student))
+        named = dict(student.named_parameters())  # transformers has other names in files
+        named = named if is_denoiser(student) else revert_weight_conversion(student, named)
+        cast_as_stored(named, Path(config.model))
         if self.accelerator.is_main_process:
             with new_folder(run.model, overwrite=True) as temporary:
                 student.save_pretrained(temporary)
@@ -263,42 +267,29 @@ class ImageTraining(Training):
         run.finish(files, seconds=round(self.seconds, 3), made=made, held_out=getattr(line, "held_out", None))
 
 
-def initialise(architecture: Path, output: Path, seed: int, overwrite: bool) -> nn.Module:
-    """Write a model of random weights as a folder that training starts from, and return the model.
-
-    The file has the arguments of a MoH-DiT, or a ``model_type``, such as moh_vit, and fields of its configuration. As
-    in DiT's code, and other than in diffusers, adaLN and the output layers start at zero.
-
-    Raises:
-        UserError: the file makes no model, ``output`` is in the way, or the disk refuses.
-    """
-    check_output_folder(output, overwrite, [architecture])
-    values = read_yaml(architecture)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            if "model_type" in values:
-                config = AutoConfig.for_model(**values)
-                if unknown := values.keys() - {field.name for field in fields(config)} - {"num_labels", "model_type"}:
-                    raise ValueError(f"unknown key {min(unknown)!r}")
-                network = AutoModelForImageClassification.from_config(config)
-            else:
-                network = vision.MoHDiTTransformer2DModel(**values)
-                adaptive = [block.norm1.linear for block in network.transformer_blocks]
-                for layer in (*adaptive, network.proj_out_1, network.proj_out_2):
-                    nn.init.zeros_(layer.weight)
-                    nn.init.zeros_(layer.bias)
-    except (ValueError, TypeError, AttributeError, RuntimeError, StrictDataclassError) as error:
-        raise UserError(f"{architecture} makes no model: {reason(error)}") from error
-    with lock_folder(output), new_folder(output, overwrite) as temporary:
-        network.save_pretrained(temporary)
-        write_seal(temporary, hash_model(temporary))
-    return network
+def class_names(network: nn.Module) -> list[str]:
+    """The names of a network's classes in their order. Those of a DiT are empty; backbones have no classes."""
+    if is_denoiser(network):
+        return [""] * network.config.num_embeds_ada_norm
+    return [name for _, name in sorted(network.config.id2label.items())] if hasattr(network, "classifier") else []
 
 
-def _name_in_files(network: nn.Module, name: str) -> str:
-    """The name that a weight has in the model's files, which transformers renames when it loads them."""
-    return name if is_denoiser(network) else next(iter(revert_weight_conversion(network, {name: torch.empty(0)})))
+@torch.no_grad()
+def check_base(config: TrainConfig, step: ImageStep, stream: ImageStream) -> None:
+    """Raise UserError where ``config.base`` has other outputs, classes or pixels than the model."""
+    both, numbers, fits = (step.teacher, step.student), stream.images.spread(4), False
+    inputs = step.eval().make_inputs(**(given := stream.read(numbers)))
+    del inputs["target"]
+    with suppress(TypeError, ValueError, RuntimeError):  # of a base that does not take them
+        fits = len({predict(network, inputs)[0].shape for network in both}) == 1
+    names, own = map(class_names, both)
+    where = f"base={config.base} does not fit model={config.model}: it has other"
+    if not fits or len(names) != len(own):
+        raise UserError(f"{where} outputs; name a base of the same kind, sizes and number of classes")
+    if names != own and "LABEL_0" not in (names[0], own[0]):
+        raise UserError(f"{where} names of classes, or another order; name a base with the same id2label")
+    if not torch.equal(given["pixels"], open_images(stream.images.place, locate(config.base)[0]).batch(numbers)):
+        raise UserError(f"{where} pixels of the same image; give both the same preprocessor_config.json")
 
 
 def make_teacher(config: TrainConfig, network: nn.Module) -> nn.Module:

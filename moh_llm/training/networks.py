@@ -100,10 +100,7 @@ def trainable(config: TrainConfig, network: MoHLlamaForCausalLM) -> torch.nn.Mod
         for name, weight in network.named_parameters():
             weight.requires_grad_(weight.requires_grad and is_routing_weight(name))
         if not trained_weights(network):
-            raise UserError(
-                f"freeze_base=true: model={config.model} has no fallbacks and no router that is trained: set "
-                "freeze_base to false"
-            )
+            raise UserError(f"freeze_base=true leaves nothing to train in model={config.model}; set it to false")
     return network
 
 

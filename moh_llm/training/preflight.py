@@ -89,30 +89,25 @@ def check_model(config: TrainConfig, divided: bool) -> str | None:
     """
     model = read_model_config(config)
     if divided and model.num_local_experts:
-        raise UserError(
-            f"model={config.model} has feed-forward experts, which zero3 and fsdp2 cannot divide; take ddp, zero2 or "
-            "one process"
-        )
+        what = "feed-forward experts, which zero3 and fsdp2 cannot divide; take ddp, zero2 or one process"
+        raise UserError(f"model={config.model} has {what}")
     return check_positions(config, model)
 
 
 def check_attention(config: TrainConfig, device: torch.device) -> None:
     """Raise UserError where ``attn_implementation`` cannot train on the device, or with other options of the recipe."""
-    name = config.attn_implementation
+    what = f"attn_implementation={(name := config.attn_implementation)}"
     if name != "sdpa" and device.type != "cuda":
-        raise UserError(f"attn_implementation={name} needs a CUDA device; set it to sdpa")
+        raise UserError(f"{what} needs a CUDA device; set it to sdpa")
     if name not in FLASH:
         return
     if not FLASH[name]():
-        raise UserError(f"attn_implementation={name} is not installed; install its package or set it to sdpa")
+        raise UserError(f"{what} is not installed; install its package or set it to sdpa")
     if config.mixed_precision != "bf16":
-        raise UserError(f"attn_implementation={name} computes in bfloat16; set mixed_precision to bf16")
+        raise UserError(f"{what} computes in bfloat16; set mixed_precision to bf16")
     # transformers tells documents apart in batches of one row only; in others they would see each other.
     if config.data.micro_batch_size > 1:
-        raise UserError(
-            f"attn_implementation={name} keeps documents apart in batches of one sequence only; "
-            "set data.micro_batch_size to 1"
-        )
+        raise UserError(f"{what} keeps documents apart in batches of one sequence only; set data.micro_batch_size to 1")
 
 
 def check_positions(config: TrainConfig, model: MoHLlamaConfig) -> str | None:
@@ -141,8 +136,7 @@ def decide_precision(config: TrainConfig, overwrite: bool = False) -> TrainConfi
     """
     if config.mixed_precision != "auto":
         return config
-    chosen = None if overwrite else _recorded(config)
-    chosen = chosen or _NAMES.get(compute_dtype(own_device()))
+    chosen = (None if overwrite else _recorded(config)) or _NAMES.get(compute_dtype(own_device()))
     if chosen is None:
         raise UserError(
             f"{COMPUTE_DTYPE}=float16: training computes in bfloat16 or float32; set mixed_precision to bf16 or no"

@@ -157,9 +157,8 @@ class Run:
             with self._log_path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line.content(), allow_nan=False) + "\n")
         except OSError as error:
-            raise UserError(
-                f"cannot write {self._log_path}: {error.strerror}; free some space and start again"
-            ) from error
+            why = f"cannot write {self._log_path}: {error.strerror}; free some space and start again"
+            raise UserError(why) from error
 
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:

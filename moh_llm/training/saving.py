@@ -57,7 +57,7 @@ def save_network(
         network = network.merge_and_unload()
     if thresholds is not None:
         set_thresholds(network, thresholds)
-    dtype = cast_as_stored(network, Path(config.model))
+    dtype = cast_as_stored(dict(network.named_parameters()), Path(config.model))
     with new_folder(folder, overwrite=True) as temporary:
         try:
             network.save_pretrained(temporary)
@@ -70,12 +70,12 @@ def save_network(
 
 
 @torch.no_grad()
-def cast_as_stored(network: torch.nn.Module, folder: Path, name_in_files: Callable[[str], str] = str) -> torch.dtype:
-    """Cast each weight to the dtype that it has in a model's folder. Return that of the matrices there."""
+def cast_as_stored(weights: dict[str, torch.nn.Parameter], folder: Path) -> torch.dtype:
+    """Cast weights, by their names in files, to their dtypes in a model's folder. Return that of the matrices there."""
     weight_map = read_weight_map(folder)[1]
     stored, dtype = tensor_dtypes(folder, weight_map), matrix_dtype(folder, weight_map) or torch.float32
-    for name, weight in network.named_parameters():
-        weight.data = cast_weight(weight.data, stored.get(name_in_files(name), dtype), name)
+    for name, weight in weights.items():
+        weight.data = cast_weight(weight.data, stored.get(name, dtype), name)
     return dtype
 
 

@@ -77,7 +77,7 @@ class ImageSet:
         return pixels
 
 
-def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
+def open_images(place: str, model: Path, labelled: bool = False, names: list[str] | None = None) -> ImageSet:
     """Open images for a model. Grey ones are repeated for models with three channels.
 
     Args:
@@ -86,6 +86,7 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
             DiT on latents a safetensors file of `images` `[N, C, H, W]`, read as they are, and `labels` `[N]`.
         model: the model's folder. Where it has no image processor, images are cropped to its size and scaled to -1..1.
         labelled: whether the images must have the model's classes; a DiT's labels always must.
+        names: the names of the model's classes; by default those in its config.
 
     Raises UserError for no image, one that is broken or has other channels, wrong or no classes, a missing package.
     """
@@ -106,7 +107,7 @@ def open_images(place: str, model: Path, labelled: bool = False) -> ImageSet:
     if images.labels is None or images.labels.min() < 0:  # of a test split that hides them
         raise UserError(f"{place} has no labels; make a sub-folder for each class, or put the file of labels beside it")
     own = fields.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # config.json leaves out what is the default
-    names = [own.get(str(number), "") for number in range(fields.get("num_embeds_ada_norm", len(own)))]
+    names = names or [own.get(str(number), "") for number in range(fields.get("num_embeds_ada_norm", len(own)))]
     if (count := len(given := images.class_names)) != len(names):
         key = "num_embeds_ada_norm" if "_class_name" in fields else "num_labels"
         counts = f"{place} has {count} class{'es' * (count > 1)}, and {model} has {len(names)}"

@@ -72,7 +72,7 @@ def test_a_frozen_base_stays_as_it_is_and_is_its_own_teacher(
 
 
 def test_a_frozen_base_needs_something_to_train(configure, paper_folder: Path) -> None:
-    with pytest.raises(UserError, match=r"freeze_base=true: .*has no fallbacks and no router that is trained"):
+    with pytest.raises(UserError, match="freeze_base=true leaves nothing to train in model="):
         train(configure(model=str(paper_folder), max_steps=2, freeze_base=True))
     with pytest.raises(UserError, match=r"freeze_base=true leaves no weight for adapters: set lora to null"):
         configure(**{"freeze_base": True, "lora.rank": 4})

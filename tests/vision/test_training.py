@@ -4,11 +4,15 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import forks
+import numpy as np
 import pytest
 import torch
+import transformers
 import yaml
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_images import ROUTED, SIZE, recipe, save_dit, save_vit, write_idx
 from ways import ROOT, WAYS
@@ -16,6 +20,8 @@ from ways import ROOT, WAYS
 import moh_llm
 from moh_llm.cli import main
 from moh_llm.errors import UserError
+from moh_llm.evaluation.config import EvaluationConfig
+from moh_llm.evaluation.images import evaluate
 from moh_llm.recipe import read_options, recipe_values
 from moh_llm.records.tensors import is_routing_weight
 from moh_llm.training.config import TrainConfig
@@ -24,6 +30,23 @@ from moh_llm.vision import load_model
 from moh_llm.vision.gated_heads_moh import batch_balance_loss
 from moh_llm.vision.images import open_images
 from moh_llm.vision.prediction import add_noise, denoising_loss, predict
+
+
+def write_folder(folder: Path, **classes: int) -> Path:
+    """So many grey images in each class; later classes are brighter."""
+    draw = np.random.default_rng(0)
+    for place, (name, count) in enumerate(classes.items()):
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            values = draw.integers(0, 60, (SIZE, SIZE)) + 180 * place // len(classes)
+            Image.fromarray(values.astype(np.uint8)).save(folder / name / f"{number}.png")
+    return folder
+
+
+def edit(file: Path, **fields: Any) -> Path:
+    """Change fields of a JSON file; return its folder."""
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | fields))
+    return file.parent
 
 
 @pytest.fixture
@@ -238,8 +261,7 @@ def test_weights_are_trained_in_float32_and_saved_in_their_own_dtype(kind, tmp_p
         model, how = save_dit(tmp_path / "model"), {"objective__kind": "noise"}
     else:
         model, how = save_vit(tmp_path / "model"), {"objective__kind": "cross_entropy"}
-        fields = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps(fields | {"dtype": "bfloat16"}))
+        edit(model / "config.json", dtype="bfloat16")
     [file], before = model.glob("*.safetensors"), weights_of(model)
     vectors = {name for name, weight in before.items() if weight.dim() == 1}
     before = {name: weight if name in vectors else weight.bfloat16() for name, weight in before.items()}
@@ -283,10 +305,70 @@ def test_a_classifier_gets_the_names_of_the_classes_unless_it_has_names(tmp_path
     moh_llm.train(recipe(model, tmp_path / "run", images, **how))
     config = load_model(tmp_path / "run/model").config
     assert config.id2label == {0: "0", 1: "1", 2: "2"} and config.label2id == {"0": 0, "1": 1, "2": 2}
-    fields = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(fields | {"id2label": {"0": "shirt", "1": "bag", "2": "boot"}}))
+    edit(model / "config.json", id2label={"0": "shirt", "1": "bag", "2": "boot"})
     moh_llm.train(recipe(model, tmp_path / "named", images, **how))
     assert load_model(tmp_path / "named/model").config.id2label == {0: "shirt", 1: "bag", 2: "boot"}
+
+
+def test_a_base_that_does_not_fit_is_refused_before_the_run(tmp_path, images) -> None:
+    pytest.importorskip("diffusers")
+    model, names = save_vit(tmp_path / "vit"), {"0": "shirt", "1": "bag", "2": "boot"}
+    edit(model / "config.json", id2label=names)
+    bases = {"dit": save_dit(tmp_path / "dit"), "backbone": tmp_path / "backbone"}
+    config = load_model(model).config
+    transformers.ViTModel(transformers.ViTConfig(**config.to_dict())).save_pretrained(bases["backbone"])
+    for name, fields in (
+        ("two", {"num_labels": 2}),
+        ("small", {"num_labels": 3, "image_size": 4}),
+        ("three channels", {"num_labels": 3, "num_channels": 3}),
+    ):
+        sizes = {key: value for key, value in config.to_dict().items() if "label" not in key}
+        dense = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes | fields))
+        dense.save_pretrained(bases.setdefault(name, tmp_path / name))
+    for name in ("order", "pixels"):
+        bases[name] = save_vit(tmp_path / name)
+    edit(bases["order"] / "config.json", id2label={"0": "bag", "1": "shirt", "2": "boot"})
+    processor = {"image_processor_type": "ViTImageProcessor", "do_resize": False, "do_rescale": True}
+    processor |= {"do_normalize": True, "image_mean": [0.5], "image_std": [0.5]}
+    edit(bases["pixels"] / "preprocessor_config.json", **processor | {"image_std": [0.25]})
+    told = dict.fromkeys(bases, "outputs; name a base of the same kind, sizes and number of classes")
+    told["order"] = "names of classes, or another order; name a base with the same id2label"
+    told["pixels"] = "pixels of the same image; give both the same preprocessor_config.json"
+    for name, base in bases.items():
+        with pytest.raises(UserError, match=f"^base={base} does not fit model={model}: it has other {told[name]}$"):
+            moh_llm.train(recipe(model, tmp_path / "run", images, base=str(base)))
+        assert not (tmp_path / "run").exists()
+    base = save_dit(tmp_path / "variance", out_channels=2)
+    with pytest.raises(UserError, match="it has other outputs"):
+        moh_llm.train(recipe(bases["dit"], tmp_path / "run", images, base=str(base)))
+    edit(bases["pixels"] / "preprocessor_config.json", **processor)  # the same pixels, by a file of its own
+    moh_llm.train(recipe(model, tmp_path / "run", images, base=str(bases["pixels"]), max_steps=1))
+
+
+def test_accuracy_in_distillation_is_that_of_evaluate(tmp_path, images) -> None:
+    model, base = save_vit(tmp_path / "vit"), save_vit(tmp_path / "base")  # the model has no names
+    edit(base / "config.json", id2label={"0": "fox", "1": "cat", "2": "dog"})
+    held_out = write_folder(tmp_path / "photos", cat=1, dog=3, fox=8)
+    how = {"base": str(base), "images__held_out": str(held_out), "max_steps": 1}
+    record = moh_llm.train(recipe(model, tmp_path / "run", images, **how))
+    tuned = tmp_path / "run/model"
+    assert load_model(tuned).config.id2label == {0: "fox", 1: "cat", 2: "dog"}
+    options = EvaluationConfig(models=(str(tuned),), output_dir=tmp_path / "report", data_dir=held_out)
+    scores = evaluate(options)["models"].popitem()[1]["scores"]
+    assert record.held_out["top1"] == pytest.approx(scores["top1"]["value"]["value"])
+
+
+def test_held_out_images_of_other_classes_give_no_accuracy(tmp_path, images, capsys) -> None:
+    model, other = save_vit(tmp_path / "vit"), write_folder(tmp_path / "photos", apple=2, zebra=2)
+    record = moh_llm.train(recipe(model, tmp_path / "run", images, images__held_out=str(other), max_steps=1))
+    assert record.held_out.keys() == {"images", "task_loss"}
+    assert f"accuracy is not measured: {other} has 2 classes, and {model} has 3" in capsys.readouterr().out
+    # With labels to learn they are refused: the model gets the names of the images that it is trained on.
+    train = write_folder(tmp_path / "train", bird=2, cat=2, dog=2)
+    other = write_folder(tmp_path / "other", apple=2, pear=2, zebra=2)
+    config = recipe(model, tmp_path / "run2", train, images__held_out=str(other), objective__kind="cross_entropy")
+    with pytest.raises(UserError, match=f"^{other} has the classes apple, pear, zebra, and .* has bird, cat, dog"):
+        moh_llm.train(config)
 
 
 @pytest.mark.slow
@@ -389,6 +471,28 @@ def test_init_writes_a_vit_and_a_dit_that_starts_at_zero(tmp_path, capsys) -> No
     path.write_text("sample_size: 8\nheads: 3\n")
     assert main(["init", str(path), "--output-dir", str(tmp_path / "out")]) == 2
     assert "makes no model: " in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_init_writes_the_dense_base_that_a_model_from_scratch_is_distilled_from(tmp_path, images, capsys) -> None:
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    size |= {"image_size": SIZE, "patch_size": 4, "num_channels": 1, "num_labels": 3}
+    for name, plan in (("vit", {}), ("moh_vit", ROUTED)):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({"model_type": name, **size, **plan}))
+        assert main(["init", str(path), "--output-dir", str(tmp_path / name)]) == 0
+    said = capsys.readouterr().out
+    assert "2 layers of 4 heads, dense\n" in said and "2 layers of 4 heads -> 2 active, router linear\n" in said
+    assert type(load_model(tmp_path / "vit")).__name__ == "ViTForImageClassification"
+    config = recipe(tmp_path / "moh_vit", tmp_path / "run", images, base=str(tmp_path / "vit"), max_steps=1)
+    assert moh_llm.train(config).status == "finished"
+    for fields, told in (
+        ({"hidden_size": 18}, "hidden_size must be a multiple of num_attention_heads=4"),
+        ({"model_type": "moh_vit", "hidden_size": 18}, "hidden_size must be a multiple of num_attention_heads=4"),
+        ({"num_attention_heads": 0}, "integer modulo by zero"),
+    ):
+        path.write_text(yaml.safe_dump({"model_type": "vit", **size, **fields}))
+        assert main(["init", str(path), "--output-dir", str(tmp_path / "out")]) == 2
+        assert f"{path} makes no model: {told}" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["moh_vit_s_75", "moh_vit_b_50", "moh_dit_s2_75", "moh_dit_b2_75"])
