@@ -46,6 +46,7 @@ def render(name: str, evaluation: EvaluationRecord | None, training: Sequence[Tr
         training=training,
         tables=tables,
         runs=runs,
+        references=REFERENCES,
         score_charts=score_charts,
         cost_charts=cost_charts,
         load_chart=load_chart,

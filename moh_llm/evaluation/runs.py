@@ -229,25 +229,11 @@ def _figures(scores: Scores) -> list[str]:
 
 
 def _dead_heads(routing: Routing | None) -> str:
-    return "-" if routing is None else f"{sum(routing.dead_heads)} of {sum(map(len, routing.load))}"
-
-
-def held_out_note(run: TrainingRun) -> str:
-    """What the scores of `held_out_table` are of, and how to read them."""
-    saved, scored, reference = run.record.evaluation, run.scored, REFERENCES[run.reference]
-    if not saved and not scored:
-        return "Not measured: the run scored no held-out text."
-    last = saved or scored[-1].validation
-    notes = [f"Scored on {last.tokens:,} tokens of text held out from the same mixture."]
-    if last.kl is not None:
-        notes.append(
-            f"Ratio of perplexities and KL (nats per token): to {reference}, with 95 % intervals over documents."
-        )
-    if any(line.routing and any(line.routing.load) for line in scored):
-        notes.append("Dead heads: routed heads that no token selects.")
-    if saved and saved.all_heads_kl is not None:
-        notes.append(f"With every head on, the saved model has a KL of {saved.all_heads_kl:.3g} to {reference}.")
-    return " ".join(notes)
+    return (
+        "-"
+        if routing is None or not any(routing.load)
+        else f"{sum(routing.dead_heads)} of {sum(map(len, routing.load))}"
+    )
 
 
 def _short(value: Any) -> str:

@@ -8,12 +8,6 @@ from moh_llm.evaluation.rendering import Table, facts
 from moh_llm.intervals import show_error, show_figure, show_number, within
 from moh_llm.records.evaluation import AverageFigures, EvaluationRecord, Figures, ModelRecord, Share, Value
 
-_SHARES = (
-    " Shares have 95 % intervals by Fieller's method, over the items. Chance is the mean score of a uniform guess "
-    "among an item's choices, 0 where the answer is written; the margin is the score less chance. A base whose 95 % "
-    "interval includes chance, or lies below it, is at chance: the average of the margins leaves the benchmark out."
-)
-
 
 def score_table(record: EvaluationRecord, names: Mapping[str, str] | None = None) -> Table:
     """A row for each benchmark and the average, with the columns of each model and the published figures.
@@ -37,30 +31,6 @@ def score_table(record: EvaluationRecord, names: Mapping[str, str] | None = None
     over = "average" if average.over == average.total else f"average of {average.over} of {average.total}"
     rows.append([over, "", "", "", "", *_scores(record, average.scores, average.published, published)])
     return Table(head, rows, style="total")
-
-
-def score_note(record: EvaluationRecord) -> str:
-    """How to read `score_table`: errors, intervals, dtypes, and what chance and margin mean."""
-    note = (
-        f"{record.suite.title}: in percent; ± is one standard error, of deltas that of the differences by item. "
-        "Where it is 0, which does not mean certainty, the 95 % interval stands in brackets. "
-        f"The average counts every benchmark alike. Every model was computed in {record.dtype}."
-    )
-    if any(about.compared for about in record.models.values()):
-        note += _SHARES
-    found = [figures for row in record.benchmarks for figures in row.scores.values()]
-    shares = [
-        share
-        for figures in [*found, *record.average.scores.values()]
-        for share in (figures.recovery, figures.margin_kept)
-    ]
-    is_close = any("†" in _show_share(share) for share in shares)
-    return note + (" † The base's score or margin is not clear of 0: no interval." if is_close else "")
-
-
-def inferred_metrics(record: EvaluationRecord) -> list[str]:
-    """The benchmarks whose metric the paper does not state, each with the reason for its metric."""
-    return [f"{row.name}: {row.note}" for row in record.benchmarks if row.note]
 
 
 def model_table(record: EvaluationRecord) -> Table:

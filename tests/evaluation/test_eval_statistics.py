@@ -9,7 +9,7 @@ from records import make_report, page_of, verdict
 from simulated import covers, pairs
 
 from moh_llm.evaluation import statistics
-from moh_llm.evaluation.tables import score_note, score_table
+from moh_llm.evaluation.tables import score_table
 from moh_llm.records.evaluation import Figures, Value
 
 EASY, HARD = [1.0, 1.0, 1.0, 1.0, 0.0] * 20, [1.0, 0.0, 0.0, 1.0, 0.0] * 20
@@ -86,7 +86,7 @@ def test_tables_show_the_interval_where_no_item_differs() -> None:
     recovery = few.benchmarks[0].scores["model"].recovery
     assert recovery.share == pytest.approx(200 / 3) and recovery.interval is None
     assert recovery.base_errors == pytest.approx(0.03 / math.sqrt(0.03 * 0.97 / 99))
-    assert "| 66.7 † |" in page_of(few) and "†" in score_note(few) and "†" not in score_note(report)
+    assert "| 66.7 † |" in page_of(few) and "† The base's score" in page_of(few) and "†" not in page_of(report)
 
 
 def test_a_group_counts_its_tasks_apart() -> None:
