@@ -3,23 +3,14 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, NoReturn, TypeVar
 
 from moh_llm.errors import UserError, printable, without_passwords
-from moh_llm.options import Folder, Names, Option, Pair, Place, Places, options_of
+from moh_llm.options import Option, options_of
 from moh_llm.reading import expand_home
 from moh_llm.recipe import check_name, read_options, recipe_values
 
 _Config = TypeVar("_Config")
-_METAVARS = {
-    Place: "NAME",
-    Folder: "DIR",
-    Places: "FILE",
-    str: "NAME",
-    bool: "true|false",
-    Pair: "[X,X]",
-    Names: "[NAME,...]",
-}
 
 
 class _Give(argparse.Action):
@@ -55,7 +46,7 @@ class OptionParser(argparse.ArgumentParser):
                 place = self.add_argument_group(name, option.meaning)
             elif "." not in name:
                 place = self
-            flag, more = f"--{name.replace('_', joint)}", {"metavar": metavar(option)}
+            flag, more = f"--{name.replace('_', joint)}", {"metavar": option.metavar}
             if option.kind is bool and joint == "-":
                 flag = flag.replace("--", "--no-", 1) if option.default else flag
                 more = {"nargs": 0, "const": not option.default}
@@ -110,15 +101,6 @@ def options_from(kind: type[_Config], args: argparse.Namespace, positional: str)
 def as_path(word: str) -> Path:
     """A word of the command line as a path, with ``~`` expanded."""
     return Path(expand_home(word))
-
-
-def metavar(option: Option) -> str:
-    """What stands for the value in ``--help``."""
-    if get_origin(option.kind) is Literal:
-        return "|".join(get_args(option.kind))
-    if option.kind in _METAVARS:
-        return _METAVARS[option.kind]
-    return "N" if option.type_in_words.startswith("whole number") else "X"
 
 
 def help_of(option: Option) -> str:

@@ -64,18 +64,18 @@ Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 Pair = Annotated[tuple[float, float], BeforeValidator(_pair)]
 
 
-# Their types in words; of all others `_words` makes them.
+# Types in words, and what stands for their values in ``--help``; of all others `_words` makes them.
 _WORDS = {
-    Place: "path or Hub id",
-    Folder: "path",
-    Places: "list of paths",
-    Names: "list of names",
-    Pair: "list of 2 numbers",
-    str: "text",
-    bool: "true or false",
-    int: "whole number",
-    float: "number",
-    type(None): "null",
+    Place: ("path or Hub id", "NAME"),
+    Folder: ("path", "DIR"),
+    Places: ("list of paths", "FILE"),
+    Names: ("list of names", "[NAME,...]"),
+    Pair: ("list of 2 numbers", "[X,X]"),
+    str: ("text", "NAME"),
+    bool: ("true or false", "true|false"),
+    int: ("whole number", "N"),
+    float: ("number", "X"),
+    type(None): ("null", "X"),
 }
 _BOUNDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
 
@@ -185,6 +185,14 @@ class Option:
         return " or ".join(_words(part) for part in self.parts)
 
     @property
+    def metavar(self) -> str:
+        """What stands for the value in ``--help``."""
+        if get_origin(self.kind) is Literal:
+            return "|".join(get_args(self.kind))
+        kind = self.kind if self.kind in _WORDS else next(iter(get_args(self.kind)), type(None))
+        return _WORDS[kind][1]
+
+    @property
     def default_in_words(self) -> str:
         """The default as a recipe has it; empty where the option must be given."""
         return "" if self.is_required else show(self.default)
@@ -213,7 +221,7 @@ def options_of(kind: type, prefix: str = "") -> dict[str, Option]:
 
 def _words(part: Any) -> str:
     if part in _WORDS:
-        return _WORDS[part]
+        return _WORDS[part][0]
     if get_origin(part) is Literal:
         return " or ".join(get_args(part))
     if dataclasses.is_dataclass(part):
@@ -223,7 +231,7 @@ def _words(part: Any) -> str:
     told = [
         f"{word} {getattr(bound, name)}" for bound in bounds for name, word in _BOUNDS.items() if hasattr(bound, name)
     ]
-    return " ".join([_WORDS[number], " and ".join(told)])
+    return " ".join([_WORDS[number][0], " and ".join(told)])
 
 
 def show(value: Any) -> str:

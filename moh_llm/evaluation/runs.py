@@ -229,11 +229,9 @@ def _figures(scores: Scores) -> list[str]:
 
 
 def _dead_heads(routing: Routing | None) -> str:
-    return (
-        "-"
-        if routing is None or not any(routing.load)
-        else f"{sum(routing.dead_heads)} of {sum(map(len, routing.load))}"
-    )
+    if routing is None or not any(routing.load):
+        return "-"
+    return f"{sum(routing.dead_heads)} of {sum(map(len, routing.load))}"
 
 
 def _short(value: Any) -> str:
