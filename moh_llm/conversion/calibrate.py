@@ -81,8 +81,9 @@ def layer_samples(
             "(--calibration-tokens), or --fallback value"
         )
     positions = [batch["position_ids"] for batch in batches]
-    work = len(base) + _BACKWARD * (len(base) + 1)
-    with tqdm(desc="calibrate", total=work, unit="layer", smoothing=0, leave=False) as bar:
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    layer_work = tokens / (len(base) + _BACKWARD * (len(base) + 1))  # of a layer in the forward pass, out of all tokens
+    with tqdm(desc="calibrate", total=tokens, unit="token", unit_scale=True, smoothing=0, leave=False) as bar:
         files = [scratch / f"hidden-states-{number}.safetensors" for number in range(len(base))]
         hidden = base.embed(batch["input_ids"] for batch in batches)
         with torch.no_grad():
@@ -93,17 +94,17 @@ def layer_samples(
                     hidden[i] = run_layer(layer, states, positions[i])
                     check_finite(hidden[i], number)
                 del layer
-                bar.update()
+                bar.update(layer_work)
         gradients = []
         for gradient in _sampled_gradients(base.head(), hidden, seed):
             check_finite(gradient, len(base), "the gradient below")
             gradients.append(gradient)
-        bar.update(_BACKWARD)
+        bar.update(_BACKWARD * layer_work)
         for number in reversed(range(len(base))):
             sight = (plan.window, plan.local_sinks) if is_local else None
             yield _backward(base, number, files[number], positions, gradients, order, fitted, sight)
             files[number].unlink()
-            bar.update(_BACKWARD)
+            bar.update(_BACKWARD * layer_work)
 
 
 def _sampled_gradients(head: nn.Sequential, hidden: Sequence[torch.Tensor], seed: int) -> Iterator[torch.Tensor]:
