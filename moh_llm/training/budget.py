@@ -81,7 +81,7 @@ def planned_share(config: MoHLlamaConfig) -> float:
 
 def learns_thresholds(network: MoHLlamaForCausalLM | MoHLlamaModel) -> bool:
     """Whether training changes how many heads tokens have on: threshold routers are trained."""
-    is_learning = any(router.num_routed and router.is_trained for router in network.routers)
+    is_learning = any(router.num_routed and not router.is_full and router.is_trained for router in network.routers)
     return network.config.router_type == "threshold" and is_learning
 
 
@@ -155,13 +155,13 @@ class Thresholds:
 
     Attributes:
         shift: is added to all scores.
-        active_heads: heads that tokens then have on in each layer, rounded mean over distant keys.
+        mean_groups: groups that tokens then have on in each layer, mean over distant keys.
         always_on, never_on: ids of routed groups in each layer that every token, or no token, then has on.
         distant_read: share of the text's distant keys that is then read.
     """
 
     shift: float
-    active_heads: list[int]
+    mean_groups: list[float]
     always_on: list[list[int]]
     never_on: list[list[int]]
     distant_read: float
@@ -202,7 +202,7 @@ def measure_thresholds(
     means = [router.num_shared / size + float(groups.sum()) for router, groups in zip(routers, on, strict=True)]
     return Thresholds(
         shift=shift,
-        active_heads=[size * count for count in _rounded(means)],
+        mean_groups=means,
         always_on=[(groups > 1 - 1e-9).nonzero().flatten().tolist() for groups in on],
         never_on=[(groups == 0).nonzero().flatten().tolist() for groups in on],
         distant_read=size * sum(means) / heads,
@@ -222,10 +222,10 @@ def _score_shares(accelerator: Accelerator, model: nn.Module, batches: Sequence[
         _, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True, route=True)
         weights = distant_keys(network.config, batch["position_ids"]).flatten().to(exact, torch.float64)
         distant += weights.sum()
-        for logits, count in zip(router_logits, counts, strict=True):
+        for router, logits, count in zip(network.routers, router_logits, counts, strict=True):
             # A score of exactly 0 is off, and belongs to the bin below.
             bins = ((logits.to(exact, torch.float64) + _HIGHEST) * (_BINS / 2 / _HIGHEST)).ceil() - 1
-            bins = bins.clamp(0, _BINS - 1).long()
+            bins = bins.clamp(_BINS - 1 if router.is_full else 0, _BINS - 1).long()  # a full layer asks no score
             for group in range(len(count)):
                 count[group] += torch.bincount(bins[:, group], weights, minlength=_BINS)
     model.train()
@@ -233,13 +233,16 @@ def _score_shares(accelerator: Accelerator, model: nn.Module, batches: Sequence[
     return [accelerator.reduce(count, "sum").cpu() / total for count in counts] if total else None
 
 
-def _rounded(numbers: list[float]) -> list[int]:
-    """The numbers rounded so that their sum changes by less than one: those with the largest remainders go up."""
-    down = [int(number) for number in numbers]
-    order = sorted(range(len(numbers)), key=lambda i: down[i] - numbers[i])
-    for i in order[: round(sum(numbers)) - sum(down)]:
-        down[i] += 1
-    return down
+def _rounded(numbers: list[float], least: list[int], most: list[int]) -> list[int]:
+    """Whole numbers from ``least`` to ``most`` with the sum of the numbers; those with the largest remainders go up.
+
+    The sum is rounded, and above that of ``least`` wherever it can be: a budget at that sum would turn routers off.
+    """
+    found = [max(low, min(int(number), high)) for number, low, high in zip(numbers, least, most, strict=True)]
+    total = max(round(sum(numbers)), sum(least) + 1)
+    for i in sorted(range(len(numbers)), key=lambda i: found[i] - numbers[i]):
+        found[i] += sum(found) < total and found[i] < most[i]
+    return found
 
 
 @torch.no_grad()
@@ -258,8 +261,11 @@ def set_thresholds(network: MoHLlamaForCausalLM, found: Thresholds) -> None:
     config.shared_heads, config.num_shared_heads = shared, [len(heads) for heads in shared]
     if is_local and any(never):
         config.never_on_heads = never
-    rooms = zip(found.active_heads, shared, map(config.routed_heads, range(len(shared))), strict=True)
-    config.num_active_heads = [max(len(own), min(active, len(own) + len(routed))) for active, own, routed in rooms]
+    size, groups = config.heads_per_group, config.num_attention_heads // config.heads_per_group
+    least = [len(ids) // size for ids in shared]
+    # With all heads in its plan a layer does not ask its router.
+    most = [min(low + len(config.routed_heads(i)) // size, max(low, groups - 1)) for i, low in enumerate(least)]
+    config.num_active_heads = [size * count for count in _rounded(found.mean_groups, least, most)]
     config.complete_head_plan()
     for number, layer in enumerate(network.model.layers):
         attention, router = layer.self_attn, layer.self_attn.router

@@ -18,6 +18,7 @@ from moh_llm.training.budget import (
     CORRECTION,
     MEMORY,
     KeyBudget,
+    Thresholds,
     distant_keys_read,
     measure_thresholds,
     planned_share,
@@ -167,6 +168,25 @@ def test_thresholds_read_the_budget_and_keep_outputs(configure, network) -> None
     changed, read = outputs(saved)
     assert read == pytest.approx(found.distant_read, abs=1e-6)
     torch.testing.assert_close(changed, shifted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("network", ["kv_group"], indirect=True)
+def test_a_rounded_plan_leaves_routers_on(network) -> None:
+    for means, active in (([1.9, 0.2], [2, 2]), ([0.2, 0.3], [0, 2]), ([1.2, 0.1], [2, 0]), ([1.9, 1.8], [2, 2])):
+        set_thresholds(network, Thresholds(0.0, means, [[], []], [[], []], 0.0))
+        assert network.config.active_heads_per_layer == active  # of groups of two heads, and never all four
+    set_thresholds(network, Thresholds(0.0, [2.0, 0.4], [[0, 1], []], [[], [0]], 0.0))
+    assert network.config.active_heads_per_layer == [4, 2]  # without routed heads, the first layer has all
+
+
+def test_a_full_layer_stays_full(configure, network) -> None:
+    config = configure()
+    network.set_active_heads([4, 2])
+    step = TrainingStep(network, None, config.objective)
+    found = measure_thresholds(make_accelerator(config), step, [batch_of(3, 48)], target=0.8)
+    set_thresholds(network, found)
+    assert network.config.active_heads_per_layer[0] == len(network.config.shared_heads_per_layer[0]) == 4
+    assert found.distant_read == pytest.approx(0.8, abs=0.02)
 
 
 def test_a_run_holds_its_budget_and_records_it(configure, budget_folder, base_folder, read_tensors) -> None:
