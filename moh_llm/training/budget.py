@@ -75,8 +75,9 @@ def distant_keys_read(
 
 
 def planned_share(config: MoHLlamaConfig) -> float:
-    """Share of the distant keys that the plan of a model reads: the heads that tokens have on in the mean."""
-    return sum(config.active_heads_per_layer) / (config.num_attention_heads * config.num_hidden_layers)
+    """Share of the distant keys that a model should read: of its last run, or of the heads that are on in the mean."""
+    heads = sum(config.active_heads_per_layer) / (config.num_attention_heads * config.num_hidden_layers)
+    return getattr(config, "keys_budget", heads)  # after a run these numbers of heads are rounded
 
 
 def learns_thresholds(network: MoHLlamaForCausalLM | MoHLlamaModel) -> bool:
@@ -128,21 +129,31 @@ class KeyBudget:
 def make_budget(config: TrainConfig, network: MoHLlamaForCausalLM, device: torch.device) -> KeyBudget | None:
     """The budget of a run; None where no threshold router is trained.
 
-    Raises UserError for a share of keys that heads that are off, or always on, read alone.
+    Raises UserError for a budget that routers cannot reach, and for `objective.keys` where it has no effect.
     """
+    plan, routers, asked, length = network.config, network.routers, config.objective.keys, config.data.sequence_length
+    given = f"objective.keys={asked}"
     if not learns_thresholds(network):
-        return None
-    target, asked, length = planned_share(network.config), config.objective.keys, config.data.sequence_length
+        if asked is None:
+            return None
+        routed = sum(router.num_routed for router in routers if not router.is_full)
+        why = f"router_type={plan.router_type}, {routed} routed heads, gate_gradient={config.gate_gradient}"
+        raise UserError(f"{given} has no effect: no router of model={config.model} learns thresholds ({why}); drop it")
+    near, heads = fallback_keys(plan, length), sum(router.num_heads for router in routers)
+    if asked is not None and near == 1:
+        raise UserError(f"{given}: data.sequence_length={length} tokens are read in full; raise it, or drop {given}")
+    always = sum(router.num_heads if router.is_full else router.num_shared for router in routers) / heads
+    most = sum(router.num_heads - router.local_groups * router.group_size for router in routers) / heads
+    target = min(most, planned_share(plan))
     if asked is not None:
-        near = fallback_keys(network.config, length)
         target = (asked - near) / (1 - near)  # the inverse of `share_of_keys`
-        always = sum(router.num_shared for router in network.routers) / sum(r.num_heads for r in network.routers)
-        if target <= always:
-            least = share_of_keys(network.config, always, length)
-            raise UserError(
-                f"objective.keys={asked} is not above {least:.3f}, the share that always-on heads and windows read of "
-                f"data.sequence_length={length} tokens: raise it"
-            )
+    if not always < target <= most:
+        least, highest = (share_of_keys(plan, share, length) for share in (always, most))
+        raise UserError(
+            f"{given if asked else f'the plan of model={config.model}'} must be above {least:.3f}, which always-on "
+            f"heads and windows read of data.sequence_length={length} tokens, and at most {highest:.3f}, which all but "
+            "never-on heads read: set objective.keys so"
+        )
     return KeyBudget(network, device, target)
 
 
@@ -157,7 +168,7 @@ class Thresholds:
         shift: is added to all scores.
         mean_groups: groups that tokens then have on in each layer, mean over distant keys.
         always_on, never_on: ids of routed groups in each layer that every token, or no token, then has on.
-        distant_read: share of the text's distant keys that is then read.
+        distant_read: share of the text's distant keys that is then read; ``target``: that should be.
     """
 
     shift: float
@@ -165,6 +176,7 @@ class Thresholds:
     always_on: list[list[int]]
     never_on: list[list[int]]
     distant_read: float
+    target: float
 
 
 @torch.no_grad()
@@ -206,6 +218,7 @@ def measure_thresholds(
         always_on=[(groups > 1 - 1e-9).nonzero().flatten().tolist() for groups in on],
         never_on=[(groups == 0).nonzero().flatten().tolist() for groups in on],
         distant_read=size * sum(means) / heads,
+        target=target,
     )
 
 
@@ -234,9 +247,9 @@ def _score_shares(accelerator: Accelerator, model: nn.Module, batches: Sequence[
 
 
 def _rounded(numbers: list[float], least: list[int], most: list[int]) -> list[int]:
-    """Whole numbers from ``least`` to ``most`` with the sum of the numbers; those with the largest remainders go up.
+    """Whole numbers from ``least`` to ``most``, of which those with the largest remainders go up.
 
-    The sum is rounded, and above that of ``least`` wherever it can be: a budget at that sum would turn routers off.
+    They have the sum of the numbers, rounded, and more than ``least`` together: routers have not all heads off.
     """
     found = [max(low, min(int(number), high)) for number, low, high in zip(numbers, least, most, strict=True)]
     total = max(round(sum(numbers)), sum(least) + 1)
@@ -267,6 +280,7 @@ def set_thresholds(network: MoHLlamaForCausalLM, found: Thresholds) -> None:
     most = [min(low + len(config.routed_heads(i)) // size, max(low, groups - 1)) for i, low in enumerate(least)]
     config.num_active_heads = [size * count for count in _rounded(found.mean_groups, least, most)]
     config.complete_head_plan()
+    config.keys_budget = found.target
     for number, layer in enumerate(network.model.layers):
         attention, router = layer.self_attn, layer.self_attn.router
         attention.router = MoHRouter(config, number)

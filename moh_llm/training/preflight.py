@@ -28,6 +28,7 @@ from moh_llm.devices import COMPUTE_DTYPE, choose_device, compute_dtype, own_dev
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.records.run import RunRecord
+from moh_llm.training.budget import make_budget
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import check_trackers
 from moh_llm.training.networks import (
@@ -253,6 +254,7 @@ def _job(config: TrainConfig) -> Iterator[str]:
         network = MoHLlamaForCausalLM(model)
         base = sum(weight.numel() for weight in network.parameters())
         student = trainable(config, network)
+    make_budget(config, network, torch.device("cpu"))
     weights = sum(weight.numel() for weight in student.parameters())
     trained = sum(weight.numel() for weight in trained_weights(student).values())
     teaches = config.objective.has_teacher and reference is not None

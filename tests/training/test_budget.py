@@ -11,7 +11,8 @@ from trained import read_log, unfinish
 from transformers import Trainer, TrainingArguments
 from ways import DDP, ROOT
 
-from moh_llm.flops import distant_keys
+from moh_llm.errors import UserError
+from moh_llm.flops import distant_keys, share_of_keys
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.training.balance import HeadBalanceMixin
 from moh_llm.training.budget import (
@@ -20,6 +21,7 @@ from moh_llm.training.budget import (
     KeyBudget,
     Thresholds,
     distant_keys_read,
+    make_budget,
     measure_thresholds,
     planned_share,
     set_thresholds,
@@ -173,9 +175,9 @@ def test_thresholds_read_the_budget_and_keep_outputs(configure, network) -> None
 @pytest.mark.parametrize("network", ["kv_group"], indirect=True)
 def test_a_rounded_plan_leaves_routers_on(network) -> None:
     for means, active in (([1.9, 0.2], [2, 2]), ([0.2, 0.3], [0, 2]), ([1.2, 0.1], [2, 0]), ([1.9, 1.8], [2, 2])):
-        set_thresholds(network, Thresholds(0.0, means, [[], []], [[], []], 0.0))
+        set_thresholds(network, Thresholds(0.0, means, [[], []], [[], []], 0.0, 0.0))
         assert network.config.active_heads_per_layer == active  # of groups of two heads, and never all four
-    set_thresholds(network, Thresholds(0.0, [2.0, 0.4], [[0, 1], []], [[], [0]], 0.0))
+    set_thresholds(network, Thresholds(0.0, [2.0, 0.4], [[0, 1], []], [[], [0]], 0.0, 0.0))
     assert network.config.active_heads_per_layer == [4, 2]  # without routed heads, the first layer has all
 
 
@@ -197,6 +199,8 @@ def test_a_run_holds_its_budget_and_records_it(configure, budget_folder, base_fo
     assert lines[1]["keys_multiplier"] == 0 and lines[2]["keys_multiplier"] != 0
     assert record.keys_asked == pytest.approx(0.7, abs=1e-6)
     assert 0 < record.evaluation.keys_read <= 1
+    saved = MoHLlamaConfig.from_pretrained(Path(config.output_dir) / "model")  # a next run has the same budget
+    assert share_of_keys(saved, planned_share(saved), config.data.sequence_length) == pytest.approx(0.7)
     base, tuned = read_tensors(base_folder), read_tensors(Path(config.output_dir) / "model")
     assert all(torch.equal(tensor, tuned[name]) for name, tensor in base.items())
     started = read_tensors(budget_folder)
@@ -217,11 +221,30 @@ def test_a_resumed_run_goes_on_with_its_multiplier(configure, budget_folder, tmp
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
-def test_a_budget_below_what_windows_read_is_refused(configure, budget_folder) -> None:
-    from moh_llm.errors import UserError
+def test_a_budget_that_routers_cannot_hold_is_refused(configure, network) -> None:
+    def refuse(message: str, keys: float | None, **more: object) -> None:
+        config = configure(**{"objective.keys": keys, "data.sequence_length": 32} | more)
+        with pytest.raises(UserError, match=message):
+            make_budget(config, network, torch.device("cpu"))
 
-    with pytest.raises(UserError, match=r"objective\.keys=0\.01.*data\.sequence_length"):
-        train(configure(model=str(budget_folder), **{"objective.keys": 0.01}))
+    def held(keys: float | None) -> float:
+        config = configure(**{"objective.keys": keys, "data.sequence_length": 32})
+        return make_budget(config, network, torch.device("cpu")).target
+
+    refuse(r"objective\.keys=0\.01 must be above 0\.\d+, .* data\.sequence_length=32 .* at most 1\.000", 0.01)
+    refuse(r"data\.sequence_length=8 tokens are read in full", 0.5, **{"data.sequence_length": 8})
+    assert held(1) == 1 and held(None) == 0.5
+    size = network.config.heads_per_group  # from now on a head or a group of each layer is never on
+    set_thresholds(network, Thresholds(0.0, [1, 1], [[], []], [[0], [0]], 0.0, target=0.3))
+    refuse(r"objective\.keys=0\.95 must be above 0\.\d+, .* at most 0\.\d+, ", 0.95)
+    most = share_of_keys(network.config, 1 - size / 4, 32)
+    assert held(most - 1e-6) == pytest.approx(1 - size / 4, abs=1e-5) and held(None) == 0.3
+    network.config.keys_budget = sum(router.num_shared for router in network.routers) / 8
+    refuse(r"the plan of model=.* must be above 0\.\d+, ", None)
+    network.requires_grad_(False)
+    refuse(r"objective\.keys=0\.6 has no effect: no router of .*\(router_type=threshold, ", 0.6)
+    with pytest.raises(UserError, match="has no effect"):
+        train(configure(**{"objective.keys": 0.5}))  # of a model with linear routers
 
 
 def test_routers_without_a_gate_gradient_stay(configure, budget_folder, read_tensors) -> None:

@@ -77,6 +77,7 @@ def test_faults_are_status_1_and_name_their_way_out(recipe, model_copy, finished
     assert "report_to: 'tensorbord' is unknown" in fault("--report_to", "[tensorbord]")
     assert "different: seed" in fault("--output-dir", finished_run, "--seed", 1)
     assert "tokens, fewer than one" in fault("--data.sequence_length", 10**6)
+    assert "objective.keys=0.5 has no effect" in fault("--objective.keys", 0.5)
     for path in model_copy.glob("tokenizer*"):
         path.unlink()
     assert "has no tokenizer that loads" in fault("--model", model_copy)
