@@ -123,7 +123,9 @@ class KeyBudget:
             return  # the text has no token with distant keys
         found = self.multiplier - self.slope / read_slope  # `slope` less the budget's own part
         self.average = MEMORY * self.average + (1 - MEMORY) * found if self.average else found
-        self.multiplier = max(0.0, self.average * (1 + CORRECTION * (read / self.target - 1)))
+        excess = CORRECTION * (read / self.target - 1)
+        # Where the task would turn heads off, the average is negative, and too few keys make it more so.
+        self.multiplier = self.average * max(0.0, 1 + (excess if self.average > 0 else -excess))
 
 
 def make_budget(config: TrainConfig, network: MoHLlamaForCausalLM, device: torch.device) -> KeyBudget | None:

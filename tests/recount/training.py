@@ -85,10 +85,11 @@ def _log(run: Run) -> list[dict[str, Any]]:
         losses, found, share = _losses(run, step, [row for _, row in sequences], multiplier)
         line |= losses | _rates(run, step) | {"timing": TIME}
         if run.kind == "local":
-            line["keys_multiplier"] = Near(multiplier, 1e-6 + 1e-3 * multiplier)
+            line["keys_multiplier"] = Near(multiplier, 1e-6 + 1e-3 * abs(multiplier))
             line["keys_read"] = Near(keys_read(run.config, share), 1e-5)
             average = 0.9 * average + 0.1 * found if step > 1 else found
-            multiplier = max(0.0, average * (1 + 3 * (share / planned(run.config) - 1)))
+            excess = 3 * (share / planned(run.config) - 1)
+            multiplier = average * max(0.0, 1 + (excess if average > 0 else -excess))
         if step in run.scored:
             line |= _held_out(run, step)
         lines.append(line)

@@ -124,10 +124,13 @@ def test_multiplier_is_the_slope_of_the_task_over_that_of_the_keys(network) -> N
     before = budget.multiplier
     budget.update(read=0.0, read_slope=0.0)  # no token has distant keys
     assert budget.multiplier == before
-    budget.slope = 10.0  # fewer heads would be better: nothing has to hold them down
-    budget.average = -1.0
-    budget.update(read=0.4, read_slope=0.1)
+    budget.update(read=0.2, read_slope=0.1)  # it reads half: more heads can come by themselves
     assert budget.multiplier == 0.0
+    # The task alone would turn heads off, and the multiplier turns them on: more so the fewer keys are read.
+    for read, factor in ((0.4, 1.0), (0.36, 1.3), (0.44, 0.7), (0.6, 0.0)):
+        budget.multiplier, budget.average, budget.slope = 0.0, -1.0, 0.1
+        budget.update(read, read_slope=0.1)
+        assert budget.multiplier == pytest.approx(-factor)
 
 
 def test_thresholds_read_the_budget_and_keep_outputs(configure, network) -> None:
