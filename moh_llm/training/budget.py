@@ -44,6 +44,7 @@ from moh_llm.training.config import TrainConfig
 MEMORY = 0.9  # weight of earlier steps in the average of the multiplier
 CORRECTION = 3.0  # a model that reads 10 % more than its budget gets a multiplier that is 30 % higher
 PASSES = 3  # at most, over the text on which thresholds are set
+KIND_TOKENS = 2**12  # tokens with distant keys that decide on always-on and never-on: heads on for 0.1 % of tokens show
 _CLOSE = 0.005  # a share of distant keys within half a per cent of the target is what was asked for
 _BINS, _HIGHEST = 2**16, 16.0  # scores are counted in bins from -16 to 16, which are 0.0005 wide
 
@@ -146,9 +147,7 @@ def make_budget(config: TrainConfig, network: MoHLlamaForCausalLM, device: torch
         raise UserError(f"{given}: data.sequence_length={length} tokens are read in full; raise it, or drop {given}")
     always = sum(router.num_heads if router.is_full else router.num_shared for router in routers) / heads
     most = sum(router.num_heads - router.local_groups * router.group_size for router in routers) / heads
-    target = min(most, planned_share(plan))
-    if asked is not None:
-        target = (asked - near) / (1 - near)  # the inverse of `share_of_keys`
+    target = min(most, planned_share(plan)) if asked is None else (asked - near) / (1 - near)  # of the distant keys
     if not always < target <= most:
         least, highest = (share_of_keys(plan, share, length) for share in (always, most))
         raise UserError(
@@ -202,7 +201,8 @@ def measure_thresholds(
     ]
     try:
         for number in range(PASSES):
-            if (shares := _score_shares(accelerator, model, batches)) is None:
+            shares, tokens = _shares(accelerator, model, batches)
+            if not tokens:
                 return None
             above = torch.stack([share.sum(0) for share in shares]).sum(0).flip(0).cumsum(0).flip(0)
             if number == PASSES - 1 or abs(above[_BINS // 2] / wanted - 1) <= _CLOSE:
@@ -213,30 +213,33 @@ def measure_thresholds(
         for hook in hooks:
             hook.remove()
     on = [share[:, _BINS // 2 :].sum(-1) for share in shares]  # share of distant keys that each group reads
+    sure = [router.is_full or tokens >= KIND_TOKENS for router in routers]
     means = [router.num_shared / size + float(groups.sum()) for router, groups in zip(routers, on, strict=True)]
     return Thresholds(
         shift=shift,
         mean_groups=means,
-        always_on=[(groups > 1 - 1e-9).nonzero().flatten().tolist() for groups in on],
-        never_on=[(groups == 0).nonzero().flatten().tolist() for groups in on],
+        always_on=[
+            ((groups > 1 - 1e-9) & own).nonzero().flatten().tolist() for groups, own in zip(on, sure, strict=True)
+        ],
+        never_on=[((groups == 0) & own).nonzero().flatten().tolist() for groups, own in zip(on, sure, strict=True)],
         distant_read=size * sum(means) / heads,
         target=target,
     )
 
 
-def _score_shares(accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch]) -> list[torch.Tensor] | None:
-    """For each layer the share of distant keys by the bin of their tokens' score, `[U, bins]`; None without any."""
+def _shares(accelerator: Accelerator, model: nn.Module, batches: Sequence[Batch]) -> tuple[list[torch.Tensor], float]:
+    """For each layer the share of distant keys by the bin of their tokens' score, `[U, bins]`; and how many tokens."""
     network, device = accelerator.unwrap_model(model).network, accelerator.device
     exact = float64_device(device)
     counts = [torch.zeros(router.routed_groups, _BINS, dtype=torch.float64, device=exact) for router in network.routers]
-    distant = torch.zeros((), dtype=torch.float64, device=exact)
+    distant = torch.zeros(2, dtype=torch.float64, device=exact)
     model.eval()
     hidden = None if accelerator.is_main_process else True  # None: on terminals alone
     for batch in tqdm(batches, "set thresholds", unit="batch", leave=False, disable=hidden):
         inputs = batch["input_ids"], batch["position_ids"], batch["labels"]
         _, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True, route=True)
         weights = distant_keys(network.config, batch["position_ids"]).flatten().to(exact, torch.float64)
-        distant += weights.sum()
+        distant += torch.stack([weights.sum(), weights.count_nonzero()])
         for router, logits, count in zip(network.routers, router_logits, counts, strict=True):
             # A score of exactly 0 is off, and belongs to the bin below.
             bins = ((logits.to(exact, torch.float64) + _HIGHEST) * (_BINS / 2 / _HIGHEST)).ceil() - 1
@@ -244,15 +247,12 @@ def _score_shares(accelerator: Accelerator, model: nn.Module, batches: Sequence[
             for group in range(len(count)):
                 count[group] += torch.bincount(bins[:, group], weights, minlength=_BINS)
     model.train()
-    total = float(accelerator.reduce(distant, "sum"))
-    return [accelerator.reduce(count, "sum").cpu() / total for count in counts] if total else None
+    total, tokens = accelerator.reduce(distant, "sum").tolist()
+    return [accelerator.reduce(count, "sum").cpu() / total for count in counts if total], tokens
 
 
 def _rounded(numbers: list[float], least: list[int], most: list[int]) -> list[int]:
-    """Whole numbers from ``least`` to ``most``, of which those with the largest remainders go up.
-
-    They have the sum of the numbers, rounded, and more than ``least`` together: routers have not all heads off.
-    """
+    """The numbers rounded to within bounds. Their sum is rounded, too, and above that of ``least`` where it can be."""
     found = [max(low, min(int(number), high)) for number, low, high in zip(numbers, least, most, strict=True)]
     total = max(round(sum(numbers)), sum(least) + 1)
     for i in sorted(range(len(numbers)), key=lambda i: found[i] - numbers[i]):

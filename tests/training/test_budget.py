@@ -133,7 +133,7 @@ def test_multiplier_is_the_slope_of_the_task_over_that_of_the_keys(network) -> N
         assert budget.multiplier == pytest.approx(-factor)
 
 
-def test_thresholds_read_the_budget_and_keep_outputs(configure, network) -> None:
+def test_thresholds_read_the_budget_and_keep_outputs(configure, network, monkeypatch) -> None:
     config = configure()
     accelerator, batches = make_accelerator(config), [batch_of(2, 48), batch_of(3, 48)]
     step = TrainingStep(network, None, config.objective)
@@ -141,6 +141,11 @@ def test_thresholds_read_the_budget_and_keep_outputs(configure, network) -> None
         network.routers[0].routed.bias[0] = 50.0
         network.routers[1].routed.bias[0] = -50.0
     kinds = network.config.shared_heads_per_layer, network.config.never_on_heads_per_layer
+    few = measure_thresholds(accelerator, step, batches, target=0.6)
+    assert few.always_on == few.never_on == [[], []]  # on a few hundred tokens all heads keep their routers
+    monkeypatch.setattr(
+        "moh_llm.training.budget.KIND_TOKENS", sum(int(b["position_ids"].ge(START).sum()) for b in batches)
+    )
     found = measure_thresholds(accelerator, step, batches, target=0.6)
     assert found.distant_read == pytest.approx(0.6, abs=0.02)  # a few hundred scores have no finer quantile
 
