@@ -25,7 +25,7 @@ class HeadBalanceMixin:
     and ``expert_balance_coef``. They are the mean over the forward passes that `compute_loss` makes with gradients,
     which leaves out a reference model's. Micro-batches of a step have the same weight.
 
-    Threshold routers that are trained get the budget of `moh_llm.training.budget`, of the last run or the conversion. R is exact
+    Threshold routers that are trained get the budget of `moh_llm.training.budget`: `planned_share`. R is exact
     without gradient accumulation. With it, a micro-batch takes the mean of the micro-batches so far for the distant
     keys of those to come. Checkpoints hold the multiplier, which is the same on all processes of DDP.
 
