@@ -95,8 +95,8 @@ class ObjectiveConfig:
     a DiT's squared error to the noise, with the variational term where it learns the variance."""
 
     keys: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the base's keys that threshold routers may read; null: that of the last run, or what the conversion
-    planned. It is that of a document of `data.sequence_length` tokens, and the loss holds the routers at it."""
+    """Share of the base's keys that threshold routers may read; null: that of the last run or the conversion. It
+    is that of a document of `data.sequence_length` tokens, and the loss holds the routers at it."""
 
     balance_coefficient: NonNegativeFloat | None = None
     """Weight of the load-balance loss; null: the model's `head_balance_coef`. Threshold routers have none."""
