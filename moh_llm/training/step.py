@@ -19,7 +19,8 @@ from torch import nn
 from moh_llm.flops import distant_keys
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaForCausalLM
-from moh_llm.records.tensors import is_routing_weight
+from moh_llm.modeling.attention_moh import MoHLlamaAttention
+from moh_llm.records.tensors import is_fallback_weight, is_routing_weight
 from moh_llm.training.budget import KeyBudget, distant_keys_read
 from moh_llm.training.config import ObjectiveConfig, TrainConfig
 from moh_llm.training.losses import (
@@ -61,8 +62,7 @@ class TrainingStep(nn.Module):
         reference: what the student is compared with.
     """
 
-    # Where FSDP cuts.
-    _no_split_modules = ("LlamaDecoderLayer",)
+    _no_split_modules = ("LlamaDecoderLayer",)  # where FSDP cuts
 
     def __init__(
         self,
@@ -150,6 +150,23 @@ class TrainingStep(nn.Module):
         return self
 
 
+def take_part(attention: MoHLlamaAttention) -> None:
+    """Make a layer give its fallback a gradient of zero where a micro-batch has all heads on for all of its tokens.
+
+    Processes reduce gradients, and gather weights, in one order, and elsewhere some tokens may call the fallback.
+    """
+    zeros: list[torch.Tensor] = []
+
+    def of_router(router: nn.Module, inputs: tuple, outputs: tuple) -> None:
+        zeros.clear()  # a layer that is computed again ends early
+        if inputs[2] is True and torch.is_grad_enabled():  # called here, where layers with heads off call it
+            zeros.append(sum((0 * part).sum() for part in attention.fallback(inputs[0])))
+
+    if attention.fallback is not None:
+        attention.router.register_forward_hook(of_router)
+        attention.register_forward_hook(lambda _, __, out: (out[0] + zeros.pop(), *out[1:]) if zeros else out)
+
+
 def accumulate_gradients(
     accelerator: Accelerator,
     model: torch.nn.Module,
@@ -177,25 +194,13 @@ def accumulate_gradients(
     targets = next_token_targets(batch["labels"])
     distant = distant_keys(accelerator.unwrap_model(model).network.config, batch["position_ids"])
     counts = torch.stack([(targets != IGNORED).sum(), distant.long().sum()]).to(accelerator.device)
-    tokens, keys = (max(1, count) for count in accelerator.reduce(counts, "sum").tolist())
+    tokens, keys = accelerator.reduce(counts, "sum").tolist()
     sequences = config.data.batch_size
     # Gradients are then summed over micro-batches and processes, not averaged.
     scale = accelerator.gradient_accumulation_steps * accelerator.num_processes
     positions = sequences * targets.shape[1]
-    # What each sum is divided by.
-    counts = torch.tensor(
-        StepLosses(
-            task=tokens,
-            cross_entropy=tokens,
-            balance=sequences,
-            experts=sequences,
-            heads_read=positions,
-            distant_read=keys,
-            distant_slope=keys,
-        ),
-        dtype=torch.float32,
-        device=accelerator.device,
-    )
+    divisors = tokens, tokens, sequences, sequences, positions, keys, keys  # in the order of `StepLosses`
+    counts = torch.tensor([max(1, count) for count in divisors], dtype=torch.float32, device=accelerator.device)
     multiplier = 0.0 if budget is None else budget.multiplier
     means = torch.zeros_like(counts)
     for rows in torch.arange(len(targets)).split(config.data.micro_batch_size):
@@ -203,10 +208,12 @@ def accumulate_gradients(
             inputs = (batch["input_ids"][rows], batch["position_ids"][rows], targets[rows])
             found = model(*(tensor.to(accelerator.device) for tensor in inputs))
             loss = scale * StepLosses(*found / counts).total(beta, multiplier)
-            # With a frozen base there is no gradient where all tokens have all heads on, as a document's first have.
-            if loss.requires_grad or accelerator.num_processes > 1:
+            if loss.requires_grad or accelerator.num_processes > 1:  # a frozen base with all heads on has no gradient
                 accelerator.backward(loss)
             means += found.detach() / counts
+    if accelerator.num_processes > 1 and not keys:  # as on one process, where AdamW then leaves fallbacks as they are
+        for name, weight in model.named_parameters():
+            weight.grad = None if is_fallback_weight(name) else weight.grad
     losses = StepLosses(*accelerator.reduce(means, "sum").tolist())
     if budget is not None:
         budget.slope = float(accelerator.reduce(budget.take_gradient(), "sum")) / accelerator.num_processes
@@ -226,9 +233,8 @@ def is_decayed(name: str, weight: torch.nn.Parameter) -> bool:
     Only the last parts of a name count, since wrappers (DDP, FSDP, peft) insert others before and between.
     """
     *modules, kind = name.split(".")
-    if kind == "bias" or any(module.endswith("norm") for module in modules):
-        return False
-    return len(full_shape(weight)) >= 2
+    is_vector = kind == "bias" or any(module.endswith("norm") for module in modules)
+    return not is_vector and len(full_shape(weight)) >= 2
 
 
 def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -254,8 +260,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, config: TrainConfig, st
     rates = learning_rates(config, step)
     for group in optimizer.param_groups:
         group["lr"] = rates[group["rate"]]
-    trained = {group["rate"] for group in optimizer.param_groups}
-    return {name: rate for name, rate in rates.items() if name in trained}
+    return {group["rate"]: group["lr"] for group in optimizer.param_groups}
 
 
 def warmup_cosine(step: int, warmup: int, total: int, start: float, highest: float, final: float) -> float:
@@ -266,8 +271,7 @@ def warmup_cosine(step: int, warmup: int, total: int, start: float, highest: flo
     """
     if step < warmup:
         return start + (highest - start) * step / warmup
-    decay_steps = total - 1 - warmup
-    if decay_steps < 1:
+    if (decay_steps := total - 1 - warmup) < 1:
         return highest
     progress = min((step - warmup) / decay_steps, 1.0)
     return final + (highest - final) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -51,6 +51,25 @@ def spoil(self, *given, **options):
 loop.seed_step, TrainingStep.forward = note, spoil
 loop.train(load_config(sys.argv[1], sys.argv[2:]), say=print)
 """
+# The second half of each step's sequences, which the second of two processes reads, has documents of 4 tokens alone; so
+# has all of step 4, and the first micro-batch of step 6.
+SHORT = """
+import sys
+import torch
+from moh_llm.data.stream import SequenceStream
+from moh_llm.training.loop import train
+from tests.trained import load_config
+read = SequenceStream.batch
+def batch(self, first, count):
+    found, numbers = read(self, first, count), torch.arange(first, first + count)
+    step, place = numbers // 8 + 1, numbers % 8
+    is_short = (place >= 4) | (step == 4) | ((step == 6) & (place < 2))
+    places = torch.arange(found["position_ids"].shape[1]).expand_as(found["position_ids"])
+    found["position_ids"] = torch.where(is_short[:, None], places % 4, places)
+    return found
+SequenceStream.batch = batch
+train(load_config(sys.argv[1], sys.argv[2:]), say=print)
+"""
 
 
 def start(
@@ -58,9 +77,10 @@ def start(
     recipe: Path,
     output: Path,
     program: Sequence[str] = ("train.py",),
+    processes: int = 2,
     **keys: object,
 ) -> "subprocess.CompletedProcess[str]":
-    """`train.py RECIPE` or another program on two processes."""
+    """`train.py RECIPE` or another program on some processes."""
     if way.startswith("zero"):
         if importlib.util.find_spec("deepspeed") is None:
             pytest.skip("deepspeed is not installed")
@@ -74,7 +94,7 @@ def start(
         str(output),
         *(f"--{name}={value}" for name, value in steps.items()),
     ]
-    return forks.run(*words, folder=ROOT, environment=WAYS[way], processes=2)
+    return forks.run(*words, folder=ROOT, environment=WAYS[way], processes=processes)
 
 
 def run(way: str, recipe: Path, output: Path, program: Sequence[str] = ("train.py",), **keys: object) -> str:
@@ -139,6 +159,20 @@ def test_a_frozen_base_teaches_itself_on_two_processes_as_on_one(recipe, configu
     done = start("fsdp2", recipe, tmp_path / "two", freeze_base="true")
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("way", "freeze_base"), [("ddp", "true"), ("zero2", "true"), ("zero3", "true"), ("fsdp2", "true"), ("ddp", "false")]
+)
+def test_a_process_that_reads_short_documents_alone_takes_part(recipe, budget_folder, tmp_path, way, freeze_base):
+    # DeepSpeed's AdamW moves all weights in every step, also those without a gradient.
+    program = "-c", SHORT.replace("step == 4", "step == 0") if way.startswith("zero") else SHORT
+    keys = {"model": budget_folder, "freeze_base": freeze_base}
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        done = start(way if processes == 2 else "ddp", recipe, folder, program, processes, **keys)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_run(tmp_path / "2", tmp_path / "1")
 
 
 @pytest.mark.parametrize("way", ["ddp", "zero2", "zero3", "fsdp2"])
