@@ -36,7 +36,7 @@ from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import ProgressLine, check_trackers, start_trackers, step_line, track
 from moh_llm.training.losses import StepLosses, balance_coefficient
 from moh_llm.training.parallel import catch_signals, divides_weights, from_main, make_accelerator
-from moh_llm.training.preflight import check_agreement, check_model, decide_precision
+from moh_llm.training.preflight import check_agreement, check_documents, check_model, decide_precision
 from moh_llm.training.reference import Reference, agreed_starting_point, expected_reference
 from moh_llm.training.runs import Run, describe_data, mark_model
 from moh_llm.training.saving import is_finished, save_network
@@ -132,6 +132,8 @@ class Training:
             self.say(f"{role}: {self.reference.described}")
         self._open_data()
         self.stream = SequenceStream(self.tokens.sources, data.sequence_length, config.seed)
+        if short := check_documents(config, self.stream):
+            self.say(f"warning: {short}")
         self.held_out = validation_batches(
             self.tokens.sources, data.sequence_length, config.evaluation.max_tokens, data.micro_batch_size
         )
@@ -220,8 +222,7 @@ class Training:
         config, accelerator = self.config, self.accelerator
         size = config.data.batch_size
         steps = range(self.done + 1, config.max_steps + 1)
-        ranks = accelerator.process_index, accelerator.num_processes
-        batches = self.stream.read_steps(steps, size, *ranks)
+        batches = self.stream.read_steps(steps, size, accelerator.process_index, accelerator.num_processes)
         shown = contextlib.nullcontext()
         if accelerator.is_main_process:
             shown = ProgressLine(self.done, config.max_steps, *config.step_size)

@@ -124,6 +124,20 @@ def check_positions(config: TrainConfig, model: MoHLlamaConfig) -> str | None:
     )
 
 
+def check_documents(config: TrainConfig, stream: SequenceStream) -> str | None:
+    """A warning where all tokens of the first sequences have all heads on: their documents are too short."""
+    model, length = read_network_config(Path(config.model)), config.data.sequence_length
+    count = min(64, config.max_steps * config.data.batch_size)
+    longest = 1 + int(stream.batch(0, count)["position_ids"].max())
+    if longest > model.all_heads_until or not (config.objective.has_teacher or config.freeze_base):
+        return None
+    return (
+        f"the longest document in the first {count} sequences of data.sequence_length={length} has {longest:,} tokens, "
+        f"and model={config.model} has all heads on for the first {model.all_heads_until:,} (local_start): routers and "
+        "fallbacks learn nothing there. Take text of longer documents, or convert with a shorter --context"
+    )
+
+
 # ---- precision
 
 
@@ -222,7 +236,7 @@ def _model(config: TrainConfig) -> Iterator[str | Finding]:
     yield f"{backend.name} computes layers with heads off on {device.type}"
 
 
-def _data(config: TrainConfig) -> Iterator[str]:
+def _data(config: TrainConfig) -> Iterator[str | Finding]:
     """Tokenizer and text, and how many epochs of each source the job reads."""
     data, folder = config.data, Path(config.model)
     tokenizer = TextTokenizer.from_tokenizer(load_tokenizer(folder), embedding_rows(folder))
@@ -233,6 +247,8 @@ def _data(config: TrainConfig) -> Iterator[str]:
     stream, sequences = SequenceStream(sources, data.sequence_length, config.seed), config.max_steps * data.batch_size
     for source, (name, entry) in zip(sources, make_receipt(stream, sequences).items(), strict=True):
         yield f"{name}: {entry['tokens']:,} tokens to be read of {len(source.train):,}, {entry['epochs']:.2f} epochs"
+    if short := check_documents(config, stream):
+        yield Finding("warning", "data", short)
     validation_batches(sources, data.sequence_length, config.evaluation.max_tokens, data.micro_batch_size)
 
 
@@ -241,9 +257,8 @@ def _open_sources(name: str, tokenizer: TextTokenizer) -> list[TokenizedSource] 
     if Path(name).is_dir() and name != EMBEDDED.name:
         return open_tokens(Path(name), tokenizer=tokenizer)
     mixture = load_mixture(name)
-    folder = cache_folder(mixture, tokenizer)
     with contextlib.suppress(UserError):
-        return open_tokens(folder, mixture, tokenizer)
+        return open_tokens(cache_folder(mixture, tokenizer), mixture, tokenizer)
     return None
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,21 @@ def test_sequences_in_which_all_heads_are_on_are_refused(make, model_copy) -> No
             read_model_config(make(**keys))
     assert read_model_config(make(**short, **by_text)).local_start == 64
     assert read_model_config(make(**long)).local_start == 64
+
+
+def test_documents_in_which_all_heads_are_on_are_warned_of(make, budget_folder, tmp_path) -> None:
+    """Sequences are longer than that, and no document is."""
+    place, source = tmp_path / "text.yaml", {"weight": 1, "files": "text.jsonl"}
+    place.write_text(json.dumps({"name": "text", "sources": {"text": source}}))
+    for letters in (40, 4):
+        (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "a" * letters}) + "\n" for _ in range(999)))
+        config = make(model=budget_folder, freeze_base=True, max_steps=1, **{"data.mixture": place})
+        said: list[str] = []
+        train(replace(config, output_dir=str(tmp_path / str(letters))), say=said.append)
+        warned = [line for line in said if "(local_start)" in line]
+        assert warned == [f"warning: {found.text}" for found in diagnose(config) if found.state == "warning"]
+        assert len(warned) == (letters < 8)
+    assert "has 5 tokens" in warned[0]
 
 
 @pytest.mark.parametrize(
