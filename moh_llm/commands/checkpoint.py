@@ -21,3 +21,5 @@ def run(args: argparse.Namespace) -> None:
 
     record = export_checkpoint(args.checkpoint, args.output_dir, args.overwrite)
     say(f"{args.output_dir} holds the model after step {record.step}")
+    if record.budget is not None:
+        say("thresholds are those of the step, and the plan that of the run's start: only the end of a run sets both")

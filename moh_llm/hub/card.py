@@ -131,9 +131,10 @@ def _describe_text(fields: dict[str, Any], lineage: Lineage, evaluation: Path | 
     report, label = read_scores(evaluation, lineage.folder) if evaluation else (None, "")
     scored = [row for row in report.benchmarks if label in row.scores] if report else []
     routed = any(map(config.routed_heads, range(config.num_hidden_layers)))
+    as_made = None if lineage.trained_since else made and _verified(made)
     values = {
         "config": config,
-        "scores": lineage.run.record.evaluation if lineage.run else made and _verified(made),
+        "scores": lineage.run.record.evaluation if lineage.run else as_made,
         "kept": _kept(config, lineage),
         "routes": config.router_type != "none" and routed,
         "report": report,
@@ -191,7 +192,7 @@ def _kept(config: MoHLlamaConfig, lineage: Lineage) -> Table:
 
     if (made := lineage.conversion) and (plan := made.plan):
         # Training may change the planned heads, and the config has the last ones.
-        first = "" if lineage.run else heads
+        first = "" if lineage.trained_since else heads
         figures = add("as converted", plan.context, plan.keys_read, _verified(made), first)
         for part in made.verification.retrieval if made.verification else []:
             figures[f"{part.task}, right of {part.asked}"] = f"{part.converted}; the base {part.base}"

@@ -22,7 +22,9 @@ from records import make_record
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.hub.card import build_card
+from moh_llm.records.conversion import LINEAGE, RunEntry, read_chain
 from moh_llm.records.identity import identify
+from moh_llm.records.seal import write_seal
 
 NAME = "someone/Tiny-MoH"
 
@@ -109,6 +111,19 @@ def test_a_tuned_model_finds_the_run_behind_it(tuned: Path) -> None:
     kept = facts(sections["What it keeps"])
     assert kept["perplexity"].endswith(" | -")
     assert kept["keys read (planned), % of the base's"].endswith(" | - (33.0)")
+
+
+def test_a_tuned_model_without_its_run_has_no_figures_of_its_own(converted: Path) -> None:
+    chain = read_chain(converted)
+    facts_of_run = {"objective": "distillation", "tokens": 64, "steps": 1, "mixture": "m", "seed": 0, "teacher": "base"}
+    both = {"began_with": chain.entries[-1].made, "made": chain.entries[-1].made}
+    chain.with_entry(RunEntry(kind="run", lora_rank=None, **facts_of_run, **both)).write(converted / LINEAGE)
+    write_seal(converted, both["made"])
+    card = build_card(converted, NAME)
+    section = check_card(card)["What it keeps"]
+    assert "On held-out text" not in lead(card)
+    assert "(" not in facts(section)["heads on (planned), of 4"]
+    assert "the plan by layer, which may be from before its last training." in section
 
 
 def test_a_model_from_scratch(folder: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ways import ROOT, WAYS
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
+from moh_llm.modeling import MoHLlamaConfig
 from moh_llm.records.run import CheckpointRecord
 from moh_llm.training.loop import train
 from moh_llm.training.saving import export_checkpoint
@@ -99,11 +100,22 @@ def test_parts_of_four_processes_are_read_by_any(stopped, recipe, tmp_path):
 def test_an_export_of_the_last_step_is_the_runs_model(finished_run, tmp_path, capsys):
     checkpoint = os.path.relpath(finished_run / "checkpoints" / "step-000006")
     assert main(["checkpoint", "export", checkpoint, "--output-dir", str(tmp_path / "model")]) == 0
-    assert "holds the model after step 6" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "holds the model after step 6" in said and "thresholds" not in said
     a, b = (load_file(folder / "model" / "model.safetensors") for folder in (finished_run, tmp_path))
     assert a.keys() == b.keys() and all(torch.equal(weight, b[name]) for name, weight in a.items())
     entries = json.loads((tmp_path / "model" / "lineage.json").read_text())["entries"]
     assert entries[-1]["kind"] == "run" and entries[-1]["steps"] == 6
+
+
+def test_an_export_of_a_run_with_a_budget_says_whose_thresholds_it_has(configure, budget_folder, tmp_path, capsys):
+    config = configure(model=str(budget_folder), freeze_base=True, max_steps=1, **{"objective.keys": 0.7})
+    train(config)
+    step = f"{config.output_dir}/checkpoints/step-000001"
+    assert main(["checkpoint", "export", step, "--output-dir", str(tmp_path / "model")]) == 0
+    assert "thresholds are those of the step, and the plan that of the run's start" in capsys.readouterr().out
+    exported, started = (MoHLlamaConfig.from_pretrained(folder) for folder in (tmp_path / "model", budget_folder))
+    assert exported.active_heads_per_layer == started.active_heads_per_layer
 
 
 def test_what_cannot_be_exported_is_refused(run, model_folder, tmp_path):
