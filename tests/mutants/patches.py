@@ -364,8 +364,8 @@ PATCHES = (
     Patch(
         "the fallback's bias is decayed",
         "moh_llm/training/step.py",
-        '    if kind == "bias" or any(',
-        "    if any(",
+        'is_vector = kind == "bias" or any(',
+        "is_vector = any(",
         (NETWORKS,),
     ),
     Patch(
@@ -476,7 +476,7 @@ PATCHES = (
     Patch(
         "rates are logged of weights that are not trained",
         "moh_llm/training/step.py",
-        "return {name: rate for name, rate in rates.items() if name in trained}",
+        'return {group["rate"]: group["lr"] for group in optimizer.param_groups}',
         "return rates",
         (f"{LOG}[local]",),
     ),
