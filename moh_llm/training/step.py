@@ -153,7 +153,7 @@ class TrainingStep(nn.Module):
 def take_part(attention: MoHLlamaAttention) -> None:
     """Make a layer give its fallback a gradient of zero where a micro-batch has all heads on for all of its tokens.
 
-    Processes reduce gradients, and gather weights, in one order, and elsewhere some tokens may call the fallback.
+    Processes reduce gradients in one order, and on others some tokens may call the fallback. Not enough for ZeRO-3.
     """
     zeros: list[torch.Tensor] = []
 
