@@ -46,7 +46,7 @@ _EXPERTS = {
 }
 # Fields of the MoH layer. They are dropped when a MoH model is converted again.
 MOH_FIELDS = {field.name for field in fields_of(HeadPlan)} | {"local_window", "local_sinks", "local_start"}
-MOH_FIELDS |= {"local_heads"}  # the name of never_on_heads up to format 5
+MOH_FIELDS |= {"local_heads", "keys_budget"}  # never_on_heads up to format 5; what training adds
 # Settings of a session, not of a model; some configs were saved with them.
 _SESSION = {"return_dict", "output_attentions", "output_hidden_states", "attn_implementation", "_attn_implementation"}
 # LLaMA's settings that other families ignore, even if config.json names them.

@@ -12,6 +12,7 @@ from trained import read_log, unfinish
 from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.records.conversion import read_chain
+from moh_llm.records.model import read_config
 from moh_llm.training import networks
 from moh_llm.training.loop import train
 from moh_llm.training.reference import find_starting_point
@@ -67,6 +68,7 @@ def test_a_frozen_base_stays_as_it_is_and_is_its_own_teacher(
     assert 0 < last < 0.98 * first
     assert [entry.freeze_base for entry in read_chain(folder).runs] == [True, True]
     assert main(["convert", str(folder), "--to-dense", "--output-dir", str(tmp_path / "dense")]) == 0
+    assert read_config(tmp_path / "dense") == read_config(base_folder)  # without the budget, too
     assert read_tensors(tmp_path / "dense").keys() == base.keys()
     assert all(torch.equal(weight, base[name]) for name, weight in read_tensors(tmp_path / "dense").items())
 
