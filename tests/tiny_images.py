@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from moh_llm.training.config import TrainConfig
 from moh_llm.vision import MoHViTConfig
@@ -65,3 +66,11 @@ def recipe(model: Path, output: Path, images: Path, **changes: Any) -> TrainConf
     values |= {"optimizer.learning_rate": 1e-2, "optimizer.router_learning_rate": 1e-2, "evaluation.eval_steps": 2}
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     return read_options(TrainConfig, [("test", *item) for item in values.items()])
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model's folder, or of a checkpoint."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found

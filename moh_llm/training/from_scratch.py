@@ -118,7 +118,7 @@ def initialise_images(architecture: Path, output: Path, seed: int, overwrite: bo
                 config = AutoConfig.for_model(**values)
                 if unknown := values.keys() - {field.name for field in fields(config)} - {"num_labels", "model_type"}:
                     raise ValueError(f"unknown key {min(unknown)!r}")
-                if config.hidden_size % (heads := config.num_attention_heads):
+                if (heads := config.num_attention_heads) < 1 or config.hidden_size % heads:
                     raise ValueError(f"hidden_size must be a multiple of num_attention_heads={heads}")
                 network = AutoModelForImageClassification.from_config(config)
             else:

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import yaml
 from PIL import Image
-from safetensors.torch import load_file, save_file
-from tiny_images import ROUTED, SIZE, recipe, save_dit, save_vit, write_idx
+from safetensors.torch import save_file
+from tiny_images import ROUTED, SIZE, recipe, save_dit, save_vit, weights_of, write_idx
 from ways import ROOT, WAYS
 
 import moh_llm
@@ -22,9 +21,7 @@ from moh_llm.cli import main
 from moh_llm.errors import UserError
 from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.images import evaluate
-from moh_llm.recipe import read_options, recipe_values
 from moh_llm.records.tensors import is_routing_weight
-from moh_llm.training.config import TrainConfig
 from moh_llm.training.images import ImageStep, ImageStream, ImageTraining
 from moh_llm.vision import load_model
 from moh_llm.vision.gated_heads_moh import batch_balance_loss
@@ -52,14 +49,6 @@ def edit(file: Path, **fields: Any) -> Path:
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     return write_idx(tmp_path / "images", 10)
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a model's folder, or of a checkpoint."""
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
 
 
 # ---- losses
@@ -444,62 +433,3 @@ def test_models_and_recipes_of_text_and_images_are_told_apart(tmp_path, images) 
     with pytest.raises(UserError, match="holds a LlamaForCausalLM"):
         (tmp_path / "vit/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
         moh_llm.train(config)
-
-
-# ---- from scratch
-
-
-def test_init_writes_a_vit_and_a_dit_that_starts_at_zero(tmp_path, capsys) -> None:
-    pytest.importorskip("diffusers")
-    shipped = Path(__file__).parents[2] / "recipes/architectures"
-    toys = {"moh_vit_s_75": {"hidden_size": 24, "intermediate_size": 32, "image_size": 32}}
-    toys["moh_dit_s2_75"] = {"attention_head_dim": 4, "sample_size": 8}
-    for name, toy in toys.items():
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(yaml.safe_load((shipped / path.name).read_text()) | toy))
-        for seed in ("0", "0", "1"):
-            folder = tmp_path / f"{name}-{len(list(tmp_path.glob(f'{name}-*')))}"
-            assert main(["init", str(path), "--output-dir", str(folder), "--seed", seed]) == 0
-        assert "12 layers of 6 heads -> 4.5 active, router two_stage" in capsys.readouterr().out
-        first, again, other = (weights_of(tmp_path / f"{name}-{number}") for number in range(3))
-        assert all(torch.equal(first[key], again[key]) for key in first)
-        assert any(not torch.equal(first[key], other[key]) for key in first)
-        assert sum(router.num_active for router in load_model(tmp_path / f"{name}-0").routers) == 54
-    zero = {name for name, weight in first.items() if not weight.any() and name.endswith("weight")}
-    adaptive = {f"transformer_blocks.{layer}.norm1.linear.weight" for layer in range(12)}
-    assert zero == adaptive | {"proj_out_1.weight", "proj_out_2.weight"}
-    path.write_text("sample_size: 8\nheads: 3\n")
-    assert main(["init", str(path), "--output-dir", str(tmp_path / "out")]) == 2
-    assert "makes no model: " in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_init_writes_the_dense_base_that_a_model_from_scratch_is_distilled_from(tmp_path, images, capsys) -> None:
-    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
-    size |= {"image_size": SIZE, "patch_size": 4, "num_channels": 1, "num_labels": 3}
-    for name, plan in (("vit", {}), ("moh_vit", ROUTED)):
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({"model_type": name, **size, **plan}))
-        assert main(["init", str(path), "--output-dir", str(tmp_path / name)]) == 0
-    said = capsys.readouterr().out
-    assert "2 layers of 4 heads, dense\n" in said and "2 layers of 4 heads -> 2 active, router linear\n" in said
-    assert type(load_model(tmp_path / "vit")).__name__ == "ViTForImageClassification"
-    config = recipe(tmp_path / "moh_vit", tmp_path / "run", images, base=str(tmp_path / "vit"), max_steps=1)
-    assert moh_llm.train(config).status == "finished"
-    for fields, told in (
-        ({"hidden_size": 18}, "hidden_size must be a multiple of num_attention_heads=4"),
-        ({"model_type": "moh_vit", "hidden_size": 18}, "hidden_size must be a multiple of num_attention_heads=4"),
-        ({"num_attention_heads": 0}, "integer modulo by zero"),
-    ):
-        path.write_text(yaml.safe_dump({"model_type": "vit", **size, **fields}))
-        assert main(["init", str(path), "--output-dir", str(tmp_path / "out")]) == 2
-        assert f"{path} makes no model: {told}" in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", ["moh_vit_s_75", "moh_vit_b_50", "moh_dit_s2_75", "moh_dit_b2_75"])
-def test_plans_have_the_published_shares(name) -> None:
-    root = Path(__file__).parents[2] / "recipes"
-    plan = yaml.safe_load((root / f"architectures/{name}.yaml").read_text())
-    heads = plan["num_attention_heads"] * len(plan["num_active_heads"])
-    assert sum(plan["num_active_heads"]) / heads == int(name[-2:]) / 100
-    config = read_options(TrainConfig, recipe_values(root / f"{name}.yaml"))
-    assert config.images is not None and config.model == f"out/{name}_initial"
