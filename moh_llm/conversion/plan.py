@@ -38,6 +38,8 @@ def shared_and_active(plan: PlanOptions, base: PreTrainedConfig) -> tuple[int, i
     elif shared is None:
         least = 1 if group_size == 1 else 0
         shared = min(max(least, groups // 8), (active or heads) // group_size) * group_size
+    elif shared > heads:
+        raise UserError(f"impossible head plan: num_shared_heads={shared} is above num_attention_heads={heads}")
     low = shared if plan.head_fallback == "local" else max(group_size, shared)
     if active is not None:
         total = active * layers

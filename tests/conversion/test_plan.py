@@ -90,7 +90,7 @@ def test_what_follows_from_the_router(options, expected):
     [
         ({"num_active_heads": 99}, "num_active_heads=99 must lie between 0 and num_attention_heads=4"),
         ({"num_shared_heads": 3, "num_active_heads": 2}, "num_active_heads=2 must lie between num_shared_heads=3 and"),
-        ({"num_shared_heads": 99}, "=99 must lie between num_shared_heads=99 and num_attention_heads=4"),
+        ({"num_shared_heads": 99}, "num_shared_heads=99 is above num_attention_heads=4"),
         ({"num_shared_heads": -1}, "num_shared_heads=-1 must be at least 0"),
         ({"keys": 1.5}, "keys=1.5 must be at most 1"),
         ({"keys": 0.1, "context": 2048, "local_window": 256}, "which have all heads on, and fallbacks read at 2048"),
