@@ -175,7 +175,7 @@ def scratch_folder(output: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
     except OSError as error:
-        if temporary.exists() and error.errno not in _DISK_REFUSALS:
+        if temporary.exists() and error.errno not in _DISK_REFUSALS:  # not of the disk, but of what the caller did
             raise
         raise UserError(f"cannot write {output}: {error.strerror}; free some space or name another place") from error
     finally:

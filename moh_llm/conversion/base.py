@@ -19,14 +19,7 @@ from moh_llm.modeling.head_plan_moh import FORMAT, HeadPlan
 from moh_llm.reading import expand_home, read_json
 from moh_llm.records.conversion import Base
 from moh_llm.records.identity import hash_weights
-from moh_llm.records.model import (
-    LICENCE_NAMES,
-    check_place,
-    is_image_model,
-    making_model,
-    read_config,
-    read_weight_map,
-)
+from moh_llm.records.model import LICENCE_NAMES, check_place, is_image_model, making_model, read_config, read_weight_map
 from moh_llm.records.tensors import check_tensors, is_routing_weight, matrix_dtype
 
 # model_type -> fields that the architecture implies without naming them in config.json.

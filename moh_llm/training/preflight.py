@@ -97,7 +97,8 @@ def check_model(config: TrainConfig, divided: bool) -> str | None:
 
 def check_attention(config: TrainConfig, device: torch.device) -> None:
     """Raise UserError where ``attn_implementation`` cannot train on the device, or with other options of the recipe."""
-    what = f"attn_implementation={(name := config.attn_implementation)}"
+    name = config.attn_implementation
+    what = f"attn_implementation={name}"
     if name != "sdpa" and device.type != "cuda":
         raise UserError(f"{what} needs a CUDA device; set it to sdpa")
     if name not in FLASH:

@@ -199,8 +199,10 @@ def accumulate_gradients(
     # Gradients are then summed over micro-batches and processes, not averaged.
     scale = accelerator.gradient_accumulation_steps * accelerator.num_processes
     positions = sequences * targets.shape[1]
-    divisors = tokens, tokens, sequences, sequences, positions, keys, keys  # in the order of `StepLosses`
-    counts = torch.tensor([max(1, count) for count in divisors], dtype=torch.float32, device=accelerator.device)
+    divisors = {"task": tokens, "cross_entropy": tokens, "balance": sequences, "experts": sequences}
+    divisors |= {"heads_read": positions, "distant_read": keys, "distant_slope": keys}
+    counts = StepLosses(**{name: max(1, count) for name, count in divisors.items()})
+    counts = torch.tensor(counts, dtype=torch.float32, device=accelerator.device)
     multiplier = 0.0 if budget is None else budget.multiplier
     means = torch.zeros_like(counts)
     for rows in torch.arange(len(targets)).split(config.data.micro_batch_size):
