@@ -40,12 +40,7 @@ def prepare(suite: Suite, models: list[str], say: Callable[[str], None]) -> Suit
     """
     if not any(benchmark.lengths for benchmark in suite.benchmarks):
         return suite
-    try:
-        with patch("nltk.data.find"):  # at import it would download a model of sentences
-            for module in _GENERATORS:
-                importlib.import_module(_MODULES + module)
-    except ImportError as error:
-        raise UserError('RULER needs wonderwords and nltk: pip install "lm-eval[ruler]"') from error
+    import_generators()
     from transformers import AutoConfig
 
     configs = [AutoConfig.from_pretrained(model, trust_remote_code=False) for model in models]
@@ -56,6 +51,16 @@ def prepare(suite: Suite, models: list[str], say: Callable[[str], None]) -> Suit
     if len(kept) < len(suite.benchmarks):
         say(f"prompts of more than {context:,} tokens, the context of a model, are left out")
     return dataclasses.replace(suite, benchmarks=kept, tokenizer=suite.tokenizer or models[0])
+
+
+def import_generators() -> None:
+    """Import lm-eval's modules of RULER without a download. Raises UserError if a package is not installed."""
+    try:
+        with patch("nltk.data.find"):  # at import it would download a model of sentences
+            for module in _GENERATORS:
+                importlib.import_module(_MODULES + module)
+    except ImportError as error:
+        raise UserError('RULER needs wonderwords and nltk: pip install "lm-eval[ruler]"') from error
 
 
 def make_prompts(

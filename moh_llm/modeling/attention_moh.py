@@ -72,6 +72,8 @@ class MoHLlamaAttention(llama.LlamaAttention):
             out, weights = attention(self, query, key, value, attention_mask, **how, **kwargs)
         else:
             out = attend(first=seen.first(gate != 0))
+            if distant is not None and self.training:
+                out = out + sum((0 * part).sum() for part in distant)  # where no query sees a distant token, too
         out = out.reshape(*hidden_states.shape[:-1], -1, self.head_dim)
         if gate is not None:
             out = self._gated(out, gate, replaced, attend, seen)
@@ -90,12 +92,14 @@ class MoHLlamaAttention(llama.LlamaAttention):
 
     def _route(self, hidden_states: Tensor, query: Tensor, seen: Seen | None, shard: HeadShard | None) -> Tensor | None:
         """The gate `[B, T, H]`, or None if all heads are on. `query` `[B, T, H, D]` is not rotated yet."""
-        router, all_on = self.router, seen is None or 0 < seen.lead == query.shape[1]
-        is_one = all_on or (router.is_full and router.router_score == "quantized")
-        if is_one and not (torch.is_grad_enabled() or router._forward_hooks):  # the scores are not needed
+        router, has_gradient = self.router, torch.is_grad_enabled()
+        # No shortcut in training: a process whose documents are all short would leave modules out.
+        all_on = seen is None or (0 < seen.lead == query.shape[1] and not (has_gradient and self.training))
+        is_one = not has_gradient and (all_on or (router.is_full and router.router_score == "quantized"))
+        if is_one and not router._forward_hooks:  # the scores are not needed
             return None
         _, gate = router(hidden_states, query, all_on or seen.all_on, shard=shard)
-        if all_on:
+        if all_on or is_one:
             return None
         return gate if shard is None else shard.take(gate)
 

@@ -63,9 +63,8 @@ def load_balancing_loss(
             mask = (attention_mask[:, -logits.shape[1] :, None] != 0).to(mask)
         tokens = mask.sum(1, keepdim=True)
         share = mask / tokens.clamp_min(1)
-        rows = ((scores * share).sum(1) * (selected * share).sum(1)).sum(-1)
+        rows = balance_factor(router_score, logits) * ((scores * share).sum(1) * (selected * share).sum(1)).sum(-1)
         weights = tokens[:, 0, 0] if row_weights is None else row_weights.to(rows)
-        rows = rows * balance_factor(router_score, logits)
         losses.append((rows * weights).sum() / weights.sum().clamp_min(1))
     if not losses:
         return torch.zeros((), device=router_logits[0].device if router_logits else None)

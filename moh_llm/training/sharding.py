@@ -23,7 +23,7 @@ from moh_llm.training import networks
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.parallel import dividing_as_zero3, from_main
 from moh_llm.training.reference import Reference
-from moh_llm.training.step import TrainingStep, make_optimizer, seed_step, take_part
+from moh_llm.training.step import TrainingStep, make_optimizer, seed_step
 
 
 @dataclass
@@ -60,8 +60,6 @@ def distribute(
     accelerator: Accelerator, module: TrainingStep, config: TrainConfig
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The prepared module and its optimizer. Under FSDP2 the module has no weights yet, except adapters."""
-    for layer in module.network.model.layers if accelerator.num_processes > 1 else ():
-        take_part(layer.self_attn)
     if not accelerator.is_fsdp2:
         return accelerator.prepare(module, make_optimizer(module.student, config))
     from torch.distributed.fsdp import CPUOffloadPolicy

@@ -19,7 +19,6 @@ from torch import nn
 from moh_llm.flops import distant_keys
 from moh_llm.metrics import Batch
 from moh_llm.modeling import MoHLlamaForCausalLM
-from moh_llm.modeling.attention_moh import MoHLlamaAttention
 from moh_llm.records.tensors import is_fallback_weight, is_routing_weight
 from moh_llm.training.budget import KeyBudget, distant_keys_read
 from moh_llm.training.config import ObjectiveConfig, TrainConfig
@@ -150,23 +149,6 @@ class TrainingStep(nn.Module):
         return self
 
 
-def take_part(attention: MoHLlamaAttention) -> None:
-    """Make a layer give its fallback a gradient of zero where a micro-batch has all heads on for all of its tokens.
-
-    Processes reduce gradients in one order, and on others some tokens may call the fallback. Not enough for ZeRO-3.
-    """
-    zeros: list[torch.Tensor] = []
-
-    def of_router(router: nn.Module, inputs: tuple, outputs: tuple) -> None:
-        zeros.clear()  # a layer that is computed again ends early
-        if inputs[2] is True and torch.is_grad_enabled():  # called here, where layers with heads off call it
-            zeros.append(sum((0 * part).sum() for part in attention.fallback(inputs[0])))
-
-    if attention.fallback is not None:
-        attention.router.register_forward_hook(of_router)
-        attention.register_forward_hook(lambda _, __, out: (out[0] + zeros.pop(), *out[1:]) if zeros else out)
-
-
 def accumulate_gradients(
     accelerator: Accelerator,
     model: torch.nn.Module,
@@ -213,7 +195,7 @@ def accumulate_gradients(
             if loss.requires_grad or accelerator.num_processes > 1:  # a frozen base with all heads on has no gradient
                 accelerator.backward(loss)
             means += found.detach() / counts
-    if accelerator.num_processes > 1 and not keys:  # as on one process, where AdamW then leaves fallbacks as they are
+    if not keys:  # AdamW leaves fallbacks that nothing was read of as they are; DeepSpeed's decays them
         for name, weight in model.named_parameters():
             weight.grad = None if is_fallback_weight(name) else weight.grad
     losses = StepLosses(*accelerator.reduce(means, "sum").tolist())

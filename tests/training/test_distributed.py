@@ -162,7 +162,7 @@ def test_a_frozen_base_teaches_itself_on_two_processes_as_on_one(recipe, configu
 
 
 @pytest.mark.parametrize(
-    ("way", "freeze_base"), [("ddp", "true"), ("zero2", "true"), ("fsdp2", "true"), ("ddp", "false")]
+    ("way", "freeze_base"), [("ddp", "true"), ("zero2", "true"), ("zero3", "true"), ("fsdp2", "true"), ("ddp", "false")]
 )
 def test_a_process_that_reads_short_documents_alone_takes_part(recipe, budget_folder, tmp_path, way, freeze_base):
     # DeepSpeed's AdamW moves all weights in every step, also those without a gradient.

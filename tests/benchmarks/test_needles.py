@@ -1,0 +1,45 @@
+"""The benchmark of needles: what a prompt's answer scores, and which heads it would need."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import needles
+
+from moh_llm.modeling import MoHLlamaForCausalLM
+
+
+def test_scores_are_those_of_a_whole_pass_and_heads_are_turned_on(make_llama, convert, tmp_path, capsys):
+    base = make_llama(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
+    flags = ["--keys", "0.4", "--heldout-tokens", "0", "--context", "64", "--local-window", "4", "--local-start", "0"]
+    assert convert(base, tmp_path / "moh", *flags, "--calibration-tokens", "1024") == 0
+    dense = AutoModelForCausalLM.from_pretrained(base).eval()
+    model = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").eval()
+    with torch.inference_mode():
+        check(dense, model, capsys)
+
+
+def check(dense: PreTrainedModel, model: MoHLlamaForCausalLM, capsys: pytest.CaptureFixture) -> None:
+    ids = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(0))
+    prompt = tuple(ids.split([48, 8, 4], 1))
+    expected = dense(ids).logits.log_softmax(-1)[0, torch.arange(55, 59), ids[0, 56:]].sum().item()
+    assert needles.score(dense, prompt) == pytest.approx(expected, abs=1e-5)
+
+    cache = model(prompt[0], use_cache=True).past_key_values
+    own = needles.score(model, prompt, cache)
+    assert own == pytest.approx(needles.score(model, prompt), abs=1e-5) != pytest.approx(expected, abs=1e-3)
+    heads = [(layer, head) for layer, router in enumerate(model.routers) for head in range(4)]
+    with needles.heads_on(model, heads):
+        assert needles.score(model, prompt) == pytest.approx(expected, abs=1e-5)
+        for_answer = needles.score(model, prompt, cache)
+    assert needles.score(model, prompt, cache) == own  # heads and cache are as before
+
+    needles.look(model, prompt)
+    said = capsys.readouterr().out
+    assert f"from the question on {for_answer:.3f}" in said
+    assert re.search(rf"the best 16 of \d: {re.escape(f'{for_answer - own:+.3f}')}$", said, re.M)  # all that are off
