@@ -5,7 +5,7 @@
 The prompts are RULER's, of tasks with one right answer. The figure is the log-probability of that answer, in nats: it
 falls before the share of solved prompts does. Then the prompts with the largest loss in the last model are looked at:
 what all heads bring, in the text before the question or from the question on, and what each head that was off brings
-from the question on.
+from the question on. With the best head of each the other prompts are scored again.
 """
 
 import argparse
@@ -62,11 +62,18 @@ def run(args: argparse.Namespace) -> None:
     print("all tasks")
     for name, scores in zip(models, of_models, strict=True):
         print(f"  {name[-40:]:<40} {show(scores - of_base)}")
-    for index in np.argsort(of_models[-1] - of_base)[: args.worst]:
+    last, name, losses = models[args.models[-1]], args.models[-1], of_models[-1] - of_base
+    worst, heads = np.argsort(losses)[: args.worst], set()
+    for index in worst:
         task, prompt = found[index]
         answer = tokenizer.decode(prompt[-1][0])
-        print(f"\n{task}, answer{answer}: base {of_base[index]:.3f}, {args.models[-1]} {of_models[-1][index]:.3f}")
-        look(models[args.models[-1]], prompt)
+        print(f"\n{task}, answer{answer}: base {of_base[index]:.3f}, {name} {of_models[-1][index]:.3f}")
+        heads.add(look(last, prompt))
+    others = [index for index in range(len(found)) if index not in worst]
+    with heads_on(last, sorted(heads)):
+        changed = np.array([score(last, found[index][1]) for index in others]) - of_base[others]
+    print(f"\nthe {len(others)} other prompts: {show(losses[others])}, with layer.head on for all tokens", end=" ")
+    print(*(f"{layer}.{head}" for layer, head in sorted(heads)), show(changed))
 
 
 def read_prompts(
@@ -90,8 +97,8 @@ def score(model: PreTrainedModel, prompt: Prompt, cache: Cache | None = None) ->
     return logits.float().log_softmax(-1).gather(-1, answer[..., None]).sum().item()
 
 
-def look(model: MoHLlamaForCausalLM, prompt: Prompt) -> None:
-    """Print what heads bring that the model has off."""
+def look(model: MoHLlamaForCausalLM, prompt: Prompt) -> Head:
+    """Print what heads bring that the model has off; return the one that brings most."""
     cache = model(prompt[0], use_cache=True, logits_to_keep=1).past_key_values
     shares: list[torch.Tensor] = []  # of the tokens from the end of the question on, by layer `[H]`
     with ExitStack() as hooks:
@@ -117,6 +124,7 @@ def look(model: MoHLlamaForCausalLM, prompt: Prompt) -> None:
     for count in (4, 16):
         with heads_on(model, best[:count]):
             print(f"  the best {count} of {len(off)}: {score(model, prompt, cache) - before:+.3f}")
+    return best[0]
 
 
 @contextmanager
