@@ -91,7 +91,7 @@ def read_prompts(
 
 def score(model: PreTrainedModel, prompt: Prompt, cache: Cache | None = None) -> float:
     """The log-probability of a prompt's answer, in nats. With a `cache` of its text, which stays as it is."""
-    *read, answer = prompt[1:] if cache else prompt
+    *read, answer = prompt if cache is None else prompt[1:]
     ids = torch.cat([*read, answer], 1)
     logits = model(ids, past_key_values=copy.deepcopy(cache), logits_to_keep=answer.shape[1] + 1).logits[:, :-1]
     return logits.float().log_softmax(-1).gather(-1, answer[..., None]).sum().item()

@@ -72,8 +72,8 @@ class MoHLlamaAttention(llama.LlamaAttention):
             out, weights = attention(self, query, key, value, attention_mask, **how, **kwargs)
         else:
             out = attend(first=seen.first(gate != 0))
-            if distant is not None and self.training:
-                out = out + sum((0 * part).sum() for part in distant)  # where no query sees a distant token, too
+            if distant is not None and self.training:  # a gradient, also where no query sees a distant token
+                out = out + sum((0 * part).sum() for part in distant)
         out = out.reshape(*hidden_states.shape[:-1], -1, self.head_dim)
         if gate is not None:
             out = self._gated(out, gate, replaced, attend, seen)
