@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
             if key not in found["prompts"]:
                 text = documents[number % len(documents)][1].tolist()
                 prompt = make_prompt(text, args.context, distances, tokenizer, number)
-                scores = {name: score(prompt, most_likely(model)) for name, model in {"base": base, **models}.items()}
+                scores = {name: score(prompt, logits_at(model)) for name, model in {"base": base, **models}.items()}
                 found["prompts"][key] = json.loads(json.dumps(scores))  # distances become text, as in the file
                 save()
     count = len(documents)
@@ -248,12 +248,12 @@ def keys_read(on: torch.Tensor, config: Any, start: int = 0, dropped: int = 0) -
     return (read[start:].sum() / every[start:].sum()).item()
 
 
-def most_likely(model: PreTrainedModel) -> Callable[[list[int], list[int]], torch.Tensor]:
+def logits_at(model: PreTrainedModel) -> Callable[[list[int], list[int]], torch.Tensor]:
     """The function that `moh_llm.analysis.retrieval.score` takes."""
 
     def predict(ids: list[int], positions: list[int]) -> torch.Tensor:
         hidden = model.model(torch.tensor([ids], device=model.device), use_cache=False).last_hidden_state
-        return model.lm_head(hidden[0, positions]).argmax(-1)
+        return model.lm_head(hidden[0, positions])
 
     return predict
 
@@ -293,7 +293,7 @@ def print_retrieval(
     print(f"{'distance':<24}" + "".join(f"{column:>26}" for column in columns))
 
     def sums(name: str, wanted: Sequence[int]) -> np.ndarray:
-        """Right answers and all of each prompt, `[P, 2]`."""
+        """Right answers, all, and their log-probability, of each prompt, `[P, 3]`."""
         return np.array([np.sum([row[name][task][str(distance)] for distance in wanted], axis=0) for row in prompts])
 
     base = {column: sums("base", wanted) for column, wanted in columns.items() if wanted}
@@ -304,7 +304,7 @@ def print_retrieval(
 
 
 def ratio(own: np.ndarray, base: np.ndarray) -> tuple[float | None, list[float] | None]:
-    """Right answers `[P, 2]` over the base's, 95 % interval by bootstrap over prompts; None: it has none."""
+    """Right answers, a column of `[P, 3]`, over the base's, 95 % interval by bootstrap over prompts; None: none."""
     if not base[:, 0].sum():
         return None, None
     draws = np.random.default_rng(0).multinomial(len(own), np.full(len(own), 1 / len(own)), 2000)

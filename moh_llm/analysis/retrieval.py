@@ -94,17 +94,22 @@ def make_prompt(
 
 
 def score(
-    prompt: Prompt, most_likely: Callable[[list[int], list[int]], torch.Tensor]
-) -> dict[str, dict[int, list[int]]]:
-    """Count `[right, all]` by task and distance: tokens in copying, whole answers in the other tasks.
+    prompt: Prompt, logits_at: Callable[[list[int], list[int]], torch.Tensor]
+) -> dict[str, dict[int, list[float]]]:
+    """Count `[right, all, nats]` by task and distance: tokens in copying, whole answers in the other tasks.
 
-    `most_likely(ids, positions)` returns the most likely token after each position, `[P]`.
+    `nats` is the log-probability of all of them. It falls before the number of right ones does.
+    `logits_at(ids, positions)` returns the logits after each position, `[P, V]`.
     """
     positions = [p - 1 for answer in prompt.answers for p in range(answer.start, answer.stop)]
-    found = iter(most_likely(prompt.ids, positions).tolist())
-    counts: dict[str, dict[int, list[int]]] = {task: {} for task in TASKS}
+    logits = logits_at(prompt.ids, positions)
+    targets = torch.tensor([prompt.ids[p + 1] for p in positions], device=logits.device)
+    nats = iter(logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist())
+    found = iter((logits.argmax(-1) == targets).tolist())
+    counts: dict[str, dict[int, list[float]]] = {task: {} for task in TASKS}
     for answer in prompt.answers:
-        right = [next(found) == prompt.ids[p] for p in range(answer.start, answer.stop)]
+        right = [next(found) for _ in range(answer.start, answer.stop)]
+        total = sum(next(nats) for _ in right)
         whole = answer.task != "copying"
-        counts[answer.task][answer.distance] = [int(all(right)), 1] if whole else [sum(right), len(right)]
+        counts[answer.task][answer.distance] = [*([int(all(right)), 1] if whole else [sum(right), len(right)]), total]
     return counts

@@ -99,5 +99,5 @@ def _print_proof(proof: "Verification", heads: int) -> None:
     )
     if parts := [f"{part.start:,}: {part.kl:.4f}" for part in proof.by_position]:
         say(f"  KL from token {', '.join(parts)}")
-    if right := [f"{found.task} {found.converted} (base {found.base}) of {found.asked}" for found in proof.retrieval]:
-        say(f"  outside the window: {', '.join(right)}")
+    if nats := [f"{found.task} {found.nats:+.2f}" for found in proof.retrieval if found.nats is not None]:
+        say(f"  retrieval, nats over the base's: {', '.join(nats)}")

@@ -92,17 +92,18 @@ def retrieval_prompt(held_out: Sequence[Batch], tokenizer: PreTrainedTokenizerBa
 def _retrieval(head: nn.Module, prompt: Prompt, base: torch.Tensor, converted: torch.Tensor) -> list[RetrievalFigures]:
     """Answers of both models, from their last hidden states `[T, C]`."""
     of_base, of_converted = (
-        score(prompt, lambda ids, positions, states=states: head(states[positions]).argmax(-1))
-        for states in (base, converted)
+        {task: [sum(column) for column in zip(*counts.values(), strict=True)] for task, counts in found.items()}
+        for found in (score(prompt, lambda _, at, states=states: head(states[at])) for states in (base, converted))
     )
     return [
         RetrievalFigures(
             task=task,
-            asked=sum(count for _, count in of_base[task].values()),
-            base=sum(right for right, _ in of_base[task].values()),
-            converted=sum(right for right, _ in of_converted[task].values()),
+            asked=asked,
+            base=right,
+            converted=of_converted[task][0],
+            nats=round((of_converted[task][2] - nats) / asked, 3),
         )
-        for task in of_base
+        for task, (right, asked, nats) in of_base.items()
     ]
 
 

@@ -106,12 +106,18 @@ class PositionFigures(Record):
 
 
 class RetrievalFigures(Record):
-    """Answers that base and converted model retrieve from a prompt, beyond the reach of local fallbacks."""
+    """Answers that base and converted model retrieve from a prompt, beyond the reach of local fallbacks.
+
+    Attributes:
+        base, converted: how many of those `asked` are right.
+        nats: mean log-probability of one of them, less the base's; None in records that are older than it.
+    """
 
     task: str
     asked: int
     base: int
     converted: int
+    nats: float | None = None
 
 
 class Verification(Record):

@@ -1,5 +1,7 @@
 """Retrieval prompts: who sees everything is right, and who sees d tokens is right up to a distance of d."""
 
+import math
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -16,16 +18,18 @@ def tokenizer(byte_tokenizer, tmp_path):
 
 
 def reader(sight: int):
-    """Predicts what followed the last six tokens where they stood before, if that is at most `sight` tokens back."""
+    """Adds two to the logit of what followed the last six tokens, if that is at most `sight` tokens back."""
 
-    def most_likely(ids: list[int], positions: list[int]) -> torch.Tensor:
-        found = []
-        for at in positions:
+    def logits_at(ids: list[int], positions: list[int]) -> torch.Tensor:
+        logits = torch.zeros(len(positions), 256)
+        logits[:, 0] = 1
+        for row, at in zip(logits, positions, strict=True):
             ends = [e for e in range(max(at - sight, 5), at) if ids[e - 5 : e + 1] == ids[at - 5 : at + 1]]
-            found.append(ids[ends[-1] + 1] if ends else -1)
-        return torch.tensor(found)
+            if ends:
+                row[ids[ends[-1] + 1]] += 2
+        return logits
 
-    return most_likely
+    return logits_at
 
 
 @pytest.mark.parametrize("sight", [3000, 1024, 1023, 100])
@@ -34,9 +38,12 @@ def test_what_is_in_sight_is_found(tokenizer, sight):
     assert len(prompt.ids) == 3050
     counts = score(prompt, reader(sight))
     assert list(counts) == list(TASKS)
-    for task in TASKS:
-        of_each = 24 if task == "copying" else 1
-        assert counts[task] == {d: [of_each * (d <= sight), of_each] for d in DISTANCES}
+    total = math.log(254 + math.e + math.e**2)
+    for answer in prompt.answers:
+        tokens, seen = answer.stop - answer.start, answer.distance <= sight
+        of_each = tokens if answer.task == "copying" else 1
+        nats = tokens * (2 - total) if seen else -tokens * math.log(255 + math.e)
+        assert counts[answer.task][answer.distance] == pytest.approx([of_each * seen, of_each, nats])
 
 
 @pytest.mark.parametrize(

@@ -137,11 +137,11 @@ def test_what_a_prompt_retrieves_is_what_whole_models_retrieve(folders, batches)
         found = verify(layerwise(base), layerwise(moh), batches, prompt)
         plain = verify(layerwise(base), layerwise(moh), batches)
         counts = [
-            score(prompt, lambda ids, at, model=model: model(torch.tensor([ids])).logits[0, at].argmax(-1))
-            for model in models
+            score(prompt, lambda ids, at, model=model: model(torch.tensor([ids])).logits[0, at]) for model in models
         ]
     assert found.model_copy(update={"retrieval": []}) == plain and plain.retrieval == []
     for row in found.retrieval:
         (of_base,), (own,) = (counts[i][row.task].values() for i in (0, 1))
         assert [row.asked, row.base, row.converted] == [of_base[1], of_base[0], own[0]]
-    assert found.retrieval[1].base == 1
+        assert row.nats == pytest.approx((own[2] - of_base[2]) / row.asked, abs=1e-3)
+    assert found.retrieval[1].base == 1 and found.retrieval[0].nats
