@@ -66,7 +66,6 @@ class BaseCheckpoint:
         revision: commit hash on the Hub; None for a local folder.
         is_moh: whether the checkpoint is a MoH model.
         config: the dense model's config.
-        shards: safetensors files with dense tensors, in order.
         weight_map: name of a dense tensor -> file name of its shard.
         note: a warning about tensors that the architecture does not have; they are not converted.
     """
@@ -76,9 +75,13 @@ class BaseCheckpoint:
     revision: str | None
     is_moh: bool
     config: PreTrainedConfig
-    shards: list[Path]
     weight_map: dict[str, str]
     note: str | None = None
+
+    @property
+    def shards(self) -> list[Path]:
+        """Safetensors files with dense tensors, in order."""
+        return [self.folder / name for name in sorted(set(self.weight_map.values()))]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,10 +118,8 @@ def open_base(name: str, revision: str | None = None, paper_preset: bool = False
     dense = {tensor: file for tensor, file in weight_map.items() if not is_routing_weight(tensor)}
     tensors = check_tensors(name, folder, dense, config)
     config.tie_word_embeddings = tensors.tied
-    weight_map = tensors.weight_map
-    shards = [shard for shard in shards if shard.name in set(weight_map.values())]
     is_moh = fields["model_type"] == "moh_llama"
-    return BaseCheckpoint(name, folder, commit, is_moh, config, shards, weight_map, tensors.note)
+    return BaseCheckpoint(name, folder, commit, is_moh, config, tensors.weight_map, tensors.note)
 
 
 def holds_image_model(name: str) -> bool:

@@ -139,8 +139,7 @@ def plan_widening(base: BaseCheckpoint, name: str) -> Widening:
                 f"--tokenizer {name}: token {token[:40]!r} has id {number} in {base.name}, and this tokenizer {found}; "
                 "add tokens to the base's own tokenizer, so that all of its ids stay"
             )
-    known = {number for number in ids.values() if number < rows}
-    new_ids = sorted(set(wanted.values()) - known)
+    new_ids = sorted(set(wanted.values()) - {number for number in ids.values() if number < rows})
     if not new_ids:
         raise UserError(f"--tokenizer {name} has no token that {base.name} lacks; drop --tokenizer")
     rows = math.ceil(max(rows, 1 + new_ids[-1]) / _MULTIPLE) * _MULTIPLE
@@ -159,23 +158,21 @@ def widen(base: BaseCheckpoint, widening: Widening, folder: Path) -> BaseCheckpo
     folder.mkdir()
     known = torch.tensor(sorted({n for n in widening.own.get_vocab().values() if n < base.config.vocab_size}))
     pieces = _pieces(base, widening)
-    shards = [folder / shard.name for shard in base.shards]
-    for shard, target in zip(base.shards, shards, strict=True):
+    for shard in base.shards:
         if any(base.weight_map.get(name) == shard.name for name in _TABLES):
             tensors = load_file(shard)
             for name in tensors.keys() & set(_TABLES):
                 tensors[name] = _widened(tensors[name], widening, known, pieces)
-            save_tensors(tensors, target)
+            save_tensors(tensors, folder / shard.name)
         else:
-            target.symlink_to(shard.resolve())
-    weights = {shard.name for shard in base.shards}
+            (folder / shard.name).symlink_to(shard.resolve())
     for file in base.folder.iterdir():
-        if file.is_file() and file.name not in _TOKENIZER_FILES | weights:
+        if file.is_file() and file.name not in _TOKENIZER_FILES | set(base.weight_map.values()):
             (folder / file.name).symlink_to(file.resolve())
     widening.tokenizer.save_pretrained(folder)
     config = copy.deepcopy(base.config)
     config.vocab_size = widening.rows
-    return dataclasses.replace(base, folder=folder, config=config, shards=shards)
+    return dataclasses.replace(base, folder=folder, config=config)
 
 
 def _pieces(base: BaseCheckpoint, widening: Widening) -> dict[int, list[int]]:

@@ -70,7 +70,6 @@ def open_image_base(name: str) -> BaseCheckpoint:
     shards, weight_map = read_weight_map(folder)
     check_links(folder, shards)
     dense = {tensor: file for tensor, file in weight_map.items() if not is_routing_weight(tensor)}
-    shards = [shard for shard in shards if shard.name in set(dense.values())]
     own = {key: value for key, value in fields.items() if key not in MOH_FIELDS | _OF_MOH}
     if "_class_name" in fields:
         config: Any = _DiTConfig(own | {"_class_name": kind.__name__})
@@ -78,7 +77,7 @@ def open_image_base(name: str) -> BaseCheckpoint:
         own |= {"architectures": [kind.__name__], "model_type": kind.config_class.model_type}
         config = kind.config_class.from_dict(own)
     name, is_moh = name if commit is None else name.partition("@")[0], kind is not vision.model_class(folder)
-    return BaseCheckpoint(name, folder, commit, is_moh, config, shards, dense)
+    return BaseCheckpoint(name, folder, commit, is_moh, config, dense)
 
 
 def convert_images(options: ConversionConfig) -> Conversion:
