@@ -76,8 +76,6 @@ def evaluate(
     step = accelerator.unwrap_model(model) if accelerator else model
     step.network.set_active_heads(step.network.config.num_attention_heads if all_heads else None)
     device = next(model.parameters()).device
-    mine = range(rank, len(batches), world)
-    rounds = -(-len(batches) // world)
     # Every process knows all documents, so that their sums only have to be added up.
     documents = 1 + max(int(batch["documents"].max()) for batch in batches)
     sums = torch.zeros(documents, len(SUMMED), dtype=torch.float64, device=float64_device(device))
@@ -85,23 +83,21 @@ def evaluate(
     keys = torch.zeros(2, dtype=torch.float64, device=sums.device)  # distant keys that are read, and all of them
     model.eval()
     hidden = None if rank == 0 else True  # None: on terminals alone
-    for number in tqdm(range(rounds), "score", unit="batch", leave=False, disable=hidden):
-        # Every process takes part in every micro-batch: some strategies gather weights in each.
-        batch = batches[mine[number] if number < len(mine) else 0]
+    for first in tqdm(range(0, len(batches), world), "score", unit="batch", leave=False, disable=hidden):
+        # Every process takes part in every micro-batch, since some strategies gather weights in each; one that has no
+        # batch of its own left counts nothing.
+        is_mine = first + rank < len(batches)
+        batch, counted = batches[first + rank if is_mine else 0], slice(None if is_mine else 0)
         targets = next_token_targets(batch["labels"])
         inputs = (batch["input_ids"], batch["position_ids"], targets)
         found, router_logits = model(*(tensor.to(device) for tensor in inputs), compare=True)
-        is_mine = number < len(mine)
-        router_logits = [logits if is_mine else logits[:0] for logits in router_logits]
-        all_on = step.all_heads_on(batch["position_ids"].flatten()).to(device)
-        all_on = all_on if is_mine else all_on[:0]
-        if is_mine:
-            own = batch["documents"][targets != IGNORED].to(sums.device)
-            sums.index_add_(0, own, torch.cat([torch.ones_like(found[:, :1]), found], 1))
-        routers = step.network.routers
-        distant = distant_keys(step.network.config, batch["position_ids"]).flatten().to(device)[: len(all_on)]
+        found, *router_logits = (values[counted] for values in (found, *router_logits))
+        own = batch["documents"][targets != IGNORED][counted].to(sums.device)
+        sums.index_add_(0, own, torch.cat([torch.ones_like(found[:, :1]), found], 1))
+        positions, routers = batch["position_ids"].flatten()[counted].to(device), step.network.routers
+        distant = distant_keys(step.network.config, positions)
         keys += wide(torch.stack([distant_keys_read(router_logits, routers, distant)[0], distant.sum()]))
-        heads = wide(heads_on_sum(router_logits, routers, all_on)) / max(1, len(routers))
+        heads = wide(heads_on_sum(router_logits, routers, step.all_heads_on(positions))) / max(1, len(routers))
         choices = []
         for logits, router in zip(router_logits, routers, strict=True):
             chooses = router.router_type == "threshold" or 0 < router.top_k < router.routed_groups
@@ -132,8 +128,7 @@ def score_saved(
     """
     dtype = networks.reference_dtype(config)
     other = None if reference is None else networks.load_reference(config, reference, device)
-    saved = networks.load_network(folder, dtype).to(device)
-    step = TrainingStep(saved, other, config.objective, reference)
+    step = TrainingStep(networks.load_network(folder, dtype).to(device), other, config.objective, reference)
     scores, routing = evaluate(None, step, batches)
     scores.dtype, scores.heads_read = str(dtype).removeprefix("torch."), routing.heads_read
     if reference is not None:
