@@ -137,16 +137,14 @@ class ImageTraining(Training):
     @staticmethod
     def mark(config: TrainConfig) -> ModelMark:
         """Hash the model that the run begins with. Raises UserError for options that have no meaning for images."""
-        defaults = options_of(TrainConfig)
         for name in _OF_TEXT:
-            if attrgetter(name)(config) != defaults[name].default:
+            if attrgetter(name)(config) != options_of(TrainConfig)[name].default:
                 raise UserError(f"{name} has no meaning for images; remove it from the recipe")
         read_config(Path(config.model))
         return ModelMark(sha256=identify(config.model).sha256)
 
     def check_again(self) -> None:
         """Images are not checked again."""
-        self.say(f"{self.run.folder} holds this run, finished after {self.config.max_steps} steps; nothing to do")
 
     def prepare(self) -> None:
         """Load the model and what it learns from, and open the images."""

@@ -85,6 +85,7 @@ def train(
         training = kind(config, accelerator, run, say if main else lambda _: None)
         if from_main(accelerator, lambda: is_finished(run, say)):
             training.check_again()
+            training.say(f"{run.folder} holds this run, finished after {config.max_steps} steps; nothing to do")
         else:
             training.prepare()
             training.begin_or_resume()
@@ -116,7 +117,6 @@ class Training:
         if self.config.base is not None:
             from_main(self.accelerator, lambda: expected_reference(self.config))
         self._open_data()
-        self.say(f"{self.run.folder} holds this run, finished after {self.config.max_steps} steps; nothing to do")
 
     def prepare(self) -> None:
         """Check the job, find model, reference and text, and build the networks."""

@@ -144,8 +144,7 @@ def _find_reference(
                 f"base={config.base}: model={config.model} holds no record of a conversion that names a base"
                 + (f" ({changed}); restore it" if changed else "; drop base")
             )
-        compares = config.objective.has_teacher and not weighted
-        return Reference("start", own=True) if compares else None
+        return Reference("start", own=True) if config.objective.has_teacher and not weighted else None
     given = None
     if config.base is not None:
         given = open_base(config.base)
@@ -167,8 +166,7 @@ def _find_reference(
     added = conversion.vocabulary
     if records.model.dense == (added.dense_sha256 if added else base.dense_sha256):
         wider = f" with {added.new_tokens:,} more tokens" if added else ""
-        source = f"{label}{wider}, whose dense weights it has"
-        return Reference("base", own=True, source=source)
+        return Reference("base", own=True, source=f"{label}{wider}, whose dense weights it has")
     if added:
         if given is not None:
             raise UserError(

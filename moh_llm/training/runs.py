@@ -86,8 +86,7 @@ class Run:
             # The record goes last: an interrupted removal still reads as a run.
             for path in (self.model, self.checkpoints, self.folder / TRACKERS):
                 shutil.rmtree(path, ignore_errors=True)
-            pages = self.folder / "report.html", self.folder / "report.md"
-            for path in (*pages, self._log_path, self._record_path):
+            for path in (self.folder / "report.html", self.folder / "report.md", self._log_path, self._record_path):
                 path.unlink(missing_ok=True)
         record = read_run(config) or RunRecord(status="new", config={}, model=mark)
         if record.model != mark:

@@ -180,9 +180,8 @@ def accumulate_gradients(
     sequences = config.data.batch_size
     # Gradients are then summed over micro-batches and processes, not averaged.
     scale = accelerator.gradient_accumulation_steps * accelerator.num_processes
-    positions = sequences * targets.shape[1]
     divisors = {"task": tokens, "cross_entropy": tokens, "balance": sequences, "experts": sequences}
-    divisors |= {"heads_read": positions, "distant_read": keys, "distant_slope": keys}
+    divisors |= {"heads_read": sequences * targets.shape[1], "distant_read": keys, "distant_slope": keys}
     counts = StepLosses(**{name: max(1, count) for name, count in divisors.items()})
     counts = torch.tensor(counts, dtype=torch.float32, device=accelerator.device)
     multiplier = 0.0 if budget is None else budget.multiplier
@@ -227,10 +226,9 @@ def make_optimizer(network: torch.nn.Module, config: TrainConfig) -> torch.optim
     for name, weight in trained_weights(network).items():
         rate = "router_learning_rate" if is_routing_weight(name) else "learning_rate"
         groups.setdefault((rate, is_decayed(name, weight)), []).append(weight)
-    decay = config.optimizer.weight_decay
     return torch.optim.AdamW(
         [
-            {"params": weights, "rate": rate, "weight_decay": decay if decayed else 0.0}
+            {"params": weights, "rate": rate, "weight_decay": config.optimizer.weight_decay if decayed else 0.0}
             for (rate, decayed), weights in sorted(groups.items(), key=lambda item: item[0])
         ],
         lr=config.optimizer.learning_rate,
