@@ -14,6 +14,7 @@ from functools import partial
 from statistics import median
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -251,20 +252,13 @@ def seconds_by_length(model: MoHLlamaForCausalLM, lengths: Sequence[int]) -> lis
 @contextlib.contextmanager
 def dense_attention(model: MoHLlamaPreTrainedModel) -> Iterator[None]:
     """Within the block every layer runs the base's attention as transformers has it: no router, gate or fallback."""
-    layers = [module for module in model.modules() if isinstance(module, LlamaAttention)]
-    before = [vars(attention).get("forward") for attention in layers]  # such as a hook of accelerate's
-    for attention in layers:
-        if attention.config.query_key_norm:
-            attention.sliding_window = None  # Qwen3's code reads it
-        dense = Qwen3Attention if attention.config.query_key_norm else LlamaAttention
-        attention.forward = MethodType(dense.forward, attention)
-    try:
+    with contextlib.ExitStack() as replaced:
+        for attention in (module for module in model.modules() if isinstance(module, LlamaAttention)):
+            if attention.config.query_key_norm:
+                attention.sliding_window = None  # Qwen3's code reads it
+            dense = Qwen3Attention if attention.config.query_key_norm else LlamaAttention
+            replaced.enter_context(patch.object(attention, "forward", MethodType(dense.forward, attention)))
         yield
-    finally:
-        for attention, forward in zip(layers, before, strict=True):
-            del attention.forward
-            if forward is not None:
-                attention.forward = forward
 
 
 def _time_pass(model: MoHLlamaForCausalLM, ids: torch.Tensor) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.statistics import Strata, chance_scores, rows_of
@@ -63,13 +64,15 @@ def load_tasks(suite: Suite, folder: Path, data_dir: Path | None, limit: int | N
     """
     require_lm_eval()
     from lm_eval.tasks import TaskManager
+    from lm_eval.utils import env
 
     write_task_files(suite, folder, data_dir, limit)
     # lm-eval's full index takes about ten seconds to read.
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     loaded: list[Loaded] = []
     failures = []
-    with quiet(), _templates_compiled_once():
+    # lm-eval would compile a template for every row, which takes a hundred times as long as filling it in.
+    with quiet(), patch.object(env, "from_string", functools.cache(env.from_string)):
         for benchmark in suite.benchmarks:
             try:
                 tasks = list(manager.load([part.task for part in benchmark.expand()])["tasks"].values())
@@ -231,18 +234,6 @@ def _unscorable(task: "ConfigurableTask", row: dict[str, Any], config: Any) -> s
     if not labels or not all(0 <= one < len(choices) if isinstance(one, int) else one in choices for one in labels):
         return f"the answer {label!r} is none of the {len(choices)} choices"
     return None
-
-
-@contextlib.contextmanager
-def _templates_compiled_once() -> Iterator[None]:
-    """Keep lm-eval from compiling a template for every row, which takes a hundred times as long as filling it in."""
-    from lm_eval.utils import env
-
-    env.from_string = functools.cache(env.from_string)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del env.from_string  # the method of its class is back
 
 
 @contextlib.contextmanager

@@ -69,16 +69,12 @@ class HeadBalanceMixin:
         if config.router_type == "threshold" and budget is None and not config.num_local_experts:
             return super().compute_loss(model, inputs, *args, **kwargs)
         first = backbone.layers[0]
-        hooks = [
+        with (
             backbone.register_forward_pre_hook(ask, with_kwargs=True),
             first.register_forward_pre_hook(lambda module, _, named: seen.append(named["seen"]), with_kwargs=True),
             backbone.register_forward_hook(keep, with_kwargs=True),
-        ]
-        try:
+        ):
             result = super().compute_loss(model, inputs, *args, **kwargs)
-        finally:
-            for hook in hooks:
-                hook.remove()
         if not losses:
             return result
         balance = torch.stack(losses).mean()

@@ -25,6 +25,7 @@ compute such heads without sorting tokens.
 Shapes: B sequences, L positions, U routed groups of a layer (heads or key-value groups).
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -194,12 +195,9 @@ def measure_thresholds(
     size, heads = routers[0].group_size, sum(router.num_heads for router in routers)
     wanted = (target * heads - sum(router.num_shared for router in routers)) / size
     shift = 0.0
-    hooks = [
-        router.routed.register_forward_hook(lambda module, inputs, scores: scores + shift)
-        for router in routers
-        if router.num_routed
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for router in (router for router in routers if router.num_routed):
+            hooks.enter_context(router.routed.register_forward_hook(lambda module, inputs, scores: scores + shift))
         for number in range(PASSES):
             shares, tokens = _shares(accelerator, model, batches)
             if not tokens:
@@ -209,9 +207,6 @@ def measure_thresholds(
                 break
             edge = int((above - wanted).abs().argmin())  # scores of this bin and of higher ones read the budget
             shift += _HIGHEST - edge * 2 * _HIGHEST / _BINS
-    finally:
-        for hook in hooks:
-            hook.remove()
     on = [share[:, _BINS // 2 :].sum(-1) for share in shares]  # share of distant keys that each group reads
     sure = [router.is_full or tokens >= KIND_TOKENS for router in routers]
     means = [router.num_shared / size + float(groups.sum()) for router, groups in zip(routers, on, strict=True)]
@@ -272,9 +267,8 @@ def set_thresholds(network: MoHLlamaForCausalLM, found: Thresholds) -> None:
         for groups, heads in ((found.always_on[number], shared), (found.never_on[number], never)):
             ids = [router.routed_heads[group * router.group_size :][: router.group_size] for group in groups]
             heads[number] = sorted([*heads[number], *(head for group in ids for head in group)])
-    is_local = config.head_fallback == "local"  # only windows can replace a head for good
     config.shared_heads, config.num_shared_heads = shared, [len(heads) for heads in shared]
-    if is_local and any(never):
+    if config.head_fallback == "local" and any(never):  # only windows can replace a head for good
         config.never_on_heads = never
     size, groups = config.heads_per_group, config.num_attention_heads // config.heads_per_group
     least = [len(ids) // size for ids in shared]
