@@ -64,18 +64,14 @@ def states_of(
     count, groups = query.shape[1], key.shape[1]
     if len(heads) == count:
         return query, key, value
-    shared = count // groups
-    of_heads = [head // shared for head in heads]
+    of_heads = [head // (count // groups) for head in heads]
     whole = sorted(set(of_heads))
     if of_heads == sorted(whole * (len(heads) // len(whole))):
         of_heads = whole
     # The kernel's output inherits these strides, in which a token's heads are contiguous.
     own = take(query.transpose(1, 2), 2, places_of(heads)).transpose(1, 2)
-    if len(of_heads) == len(set(of_heads)):
-        places: slice | torch.Tensor = places_of(of_heads)
-        return own, take(key, 1, places), take(value, 1, places)
-    index = torch.tensor(of_heads)
-    return own, key.index_select(1, index), value.index_select(1, index)
+    places = places_of(of_heads)
+    return own, take(key, 1, places), take(value, 1, places)
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -91,12 +87,10 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     for begin in range(0, length, chunk):
         rows, seen = slice(begin, begin + chunk), before + begin
         end = min(seen + chunk, key.shape[2])
-        part = flash_attention(
-            query[:, :, rows], key[:, :, seen:end], value[:, :, seen:end], is_causal=True, scale=scaling
-        )
+        own = query[:, :, rows]
+        part = flash_attention(own, key[:, :, seen:end], value[:, :, seen:end], is_causal=True, scale=scaling)
         if seen:
-            states = query[:, :, rows], key[:, :, :seen], value[:, :, :seen]
-            part = merge(part, flash_attention(*states, scale=scaling))
+            part = merge(part, flash_attention(own, key[:, :, :seen], value[:, :, :seen], scale=scaling))
         outputs.append(part[0])
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2)
 

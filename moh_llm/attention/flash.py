@@ -200,9 +200,8 @@ def _paired(blocks: Blocks) -> Blocks:
 
 
 def _fake_forward(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(query.transpose(1, 2)).transpose(1, 2), query.new_empty(
-        query.shape[:3], dtype=torch.float32
-    )
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return torch.empty_like(query.transpose(1, 2)).transpose(1, 2), lse
 
 
 def _fake_backward(grad: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> States:
@@ -227,9 +226,8 @@ for _name, _function, _fake in (
     ("moh_llm::flash", forward, _fake_forward),
     ("moh_llm::flash_backward", backward, _fake_backward),
 ):
-    torch.library.define(
-        _name, torch.library.infer_schema(_function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,)
-    )
+    _schema = torch.library.infer_schema(_function, mutates_args=())
+    torch.library.define(_name, _schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(_name, "default", _function)
     torch.library.register_fake(_name, _fake)
 torch.library.register_autograd("moh_llm::flash", _gradients, setup_context=_save)

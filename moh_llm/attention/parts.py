@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen
 
 from .call import Call, Kinds
@@ -77,10 +76,16 @@ def attention_of_parts(call: Call, kernels: Kernels) -> torch.Tensor:
         out, lse = part.attend(own.view(*part.rows.shape, size), *taken)
         outputs.append(out.reshape(-1, size))
         lses += [] if lse is None else [lse.reshape(-1, 1)]
-    if lses and (sinks or distant is not None):
-        sinks = [states.repeat_interleave(heads // key.shape[1], 1) for states in sinks]
-        return _merged(place, rows, outputs, lses, first, seen, states, sinks, distant, scaling)
-    return _together(place, rows, outputs).view(batch, tokens, heads, size)
+    if not lses or (not sinks and distant is None):
+        return _together(place, rows, outputs).view(batch, tokens, heads, size)
+    # The first parts have a log-sum-exp. The others' heads are on, where nothing is merged.
+    sinks = [states.repeat_interleave(heads // key.shape[1], 1) for states in sinks]  # [B, H, sinks, D]
+    values = [value.unsqueeze(1) for value in sinks[1].unbind(2)] if sinks else []
+    values += [] if distant is None else [distant[1]]
+    far = [] if distant is None else [distant[0], seen.start, seen.hidden]
+    # Two compiled passes, because in one pass every thread of an output row would recompute the row's weights.
+    weights = _weights(place, rows[: len(lses)], lses, first, states, sinks[:1], far, scaling)
+    return _weighted(place, rows, outputs, weights, values)
 
 
 class _Part(NamedTuple):
@@ -174,32 +179,6 @@ def _equal_groups(heads: tuple[int, ...], shared: int) -> list[tuple[int, ...]]:
     return [tuple(kind) for kind in kinds.values()]
 
 
-def _merged(
-    place: torch.Tensor,
-    rows: list[torch.Tensor],
-    outputs: list[torch.Tensor],
-    lses: list[torch.Tensor],
-    first: torch.Tensor,
-    seen: Seen,
-    query: torch.Tensor,
-    sinks: list[torch.Tensor],
-    distant: Distant | None,
-    scaling: float,
-) -> torch.Tensor:
-    """Join the outputs, `[B, T, H, D]`, and merge sinks and the distant token where heads are off.
-
-    `lses` belong to the first parts; nothing is merged where heads are on, so theirs do not matter. `query` holds rows
-    of queries; `sinks` their keys and values `[B, H, sinks, D]`, or nothing.
-
-    Two compiled passes, because in one pass every thread of an output row would recompute the row's weights.
-    """
-    values = [value.unsqueeze(1) for value in sinks[1].unbind(2)] if sinks else []
-    far = [] if distant is None else [distant[0], seen.start, seen.hidden]
-    weights = _weights(place, rows[: len(lses)], lses, first, query, sinks[:1], far, scaling)
-    values += [] if distant is None else [distant[1]]
-    return _weighted(place, rows, outputs, weights, values)
-
-
 @compiled
 def _weights(
     place: torch.Tensor,
@@ -213,8 +192,8 @@ def _weights(
 ) -> torch.Tensor:
     """Softmax weights of the part's output, the sinks and the distant token, `[B, T, H, all]`.
 
-    `sinks` holds keys `[B, H, sinks, D]`; `far` holds the distant token's scores `[B, T, H]`, `seen.start` and
-    `seen.hidden`. Either list may be empty.
+    `query` holds rows of queries; `sinks` holds keys `[B, H, sinks, D]`; `far` holds the distant token's scores
+    `[B, T, H]`, `seen.start` and `seen.hidden`. Either list may be empty.
     """
     scores = [_together(place, rows, lses).view(*first.shape, 1)]
     for keys in sinks:

@@ -21,11 +21,9 @@ def why_not_windowed(device: torch.device, dtype: torch.dtype, size: int) -> str
         return "FlashAttention needs an Ampere GPU or a later one"
     if dtype not in FLOAT16:
         return f"FlashAttention takes bfloat16 and float16, not {str(dtype)[6:]}"
-    return (
-        f"FlashAttention takes head sizes that are multiples of 8, up to 256, not {size}"
-        if size % 8 or size > 256
-        else None
-    )
+    if size % 8 or size > 256:
+        return f"FlashAttention takes head sizes that are multiples of 8, up to 256, not {size}"
+    return None
 
 
 def windowed_attention(
