@@ -99,13 +99,14 @@ def check_holds_none(output: Path, reads: Iterable[str | Path]) -> None:
 
 
 def check_place(output: Path, flag: str = "--output-dir") -> None:
-    """Raise UserError if ``output`` is a broken link, or lies in the folder of a model, with which it would go."""
-    place = Path(os.path.realpath(output))
+    """Raise UserError if ``output`` is a broken link, a file, or in the folder of a model, with which it would go."""
     if output.is_symlink() and not output.exists():
         raise UserError(f"{flag} {output} is a link to {os.readlink(output)}, which does not exist; name a folder")
-    for folder in place.parents:
+    for folder in Path(os.path.realpath(output)).parents:
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors*")):
             raise UserError(f"{flag} {output} lies in {folder}, the folder of a model; name another folder")
+    if output.exists() and not output.is_dir():
+        raise UserError(f"{flag} {output} is a file; name a folder")
 
 
 def check_output_folder(output: Path, overwrite: bool, reads: Iterable[str | Path] = ()) -> None:
@@ -114,8 +115,6 @@ def check_output_folder(output: Path, overwrite: bool, reads: Iterable[str | Pat
     A folder that holds the working folder or an input of the job (``reads``) is never replaced.
     """
     check_place(output)
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output-dir {output} is a file; name a folder")
     if Path.cwd().is_relative_to(os.path.realpath(output)):
         raise UserError(f"--output-dir {output} would replace the working folder; name a folder in it")
     check_holds_none(output, reads)

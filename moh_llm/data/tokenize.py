@@ -61,8 +61,6 @@ def tokenize_mixture(
     output = Path(os.path.realpath(output))
     options = executor_args or {}
     with lock_folder(output):
-        if output.exists() and not output.is_dir():
-            raise UserError(f"--output-dir {output} is a file; name a folder")
         held = [path for path in output.iterdir() if path.name != INSIDE] if output.exists() else []
         # The record is written last: a run that was killed left sources without it.
         if held and not (output / MIXTURE_RECORD).exists() and not any(output.glob("*/source.json")):

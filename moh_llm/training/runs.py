@@ -39,8 +39,6 @@ def read_run(config: TrainConfig) -> RunRecord | None:
     """
     folder = Path(config.output_dir)
     check_place(folder, "output_dir")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"output_dir={folder} is a file; name a folder")
     if not (folder / RUN_RECORD).exists():
         if folder.exists() and any(path.name != INSIDE for path in folder.iterdir()):
             raise UserError(
