@@ -56,14 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.description = module.__doc__
             command.set_defaults(run=module.run, main=main)
             module.add_arguments(command)
-    try:
-        args = parser.parse_args(argv)
-    except UserError as error:
-        say_aside(f"error: {error}")
-        return 2
-    args.command_line = without_passwords(shlex.join(["moh-llm", *argv]))  # for the records that a command writes
     # Progress of our own steps is shown; the libraries' bars for loading weights only add noise.
-    if args.command != "publish":  # an upload is the library's own step
+    if "publish" not in argv[:1]:  # an upload is the library's own step
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_LEAVE", "")  # a bar that is full goes
@@ -74,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # transformers imports DeepSpeed wherever it is installed, and DeepSpeed then tells which device it found.
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     try:
+        args = parser.parse_args(argv)
+        args.command_line = without_passwords(shlex.join(["moh-llm", *argv]))  # for the records that a command writes
         return args.run(args) or 0  # None: all went well
     except UserError as error:
         say_aside(f"error: {error}")

@@ -3,6 +3,7 @@
 Trackers are TensorBoard, Weights & Biases, trackio, and others that accelerate knows.
 """
 
+import contextlib
 import math
 import sys
 import time
@@ -85,7 +86,7 @@ _SHOWN = {
 }
 
 
-class ProgressLine:
+class ProgressLine(contextlib.AbstractContextManager):
     """Shows steps as they end: by a bar on a terminal, in a few lines elsewhere.
 
     ``done`` of ``total`` steps are made already; each reads ``size`` tokens or images, the ``unit``.
@@ -97,9 +98,6 @@ class ProgressLine:
         # What follows the time that is left is cut at the terminal's edge.
         shape = {"total": total * size, "initial": done * size, "unit": unit, "bar_format": _FORMAT}
         self._bar = tqdm(**shape, dynamic_ncols=True, leave=False, disable=not sys.stderr.isatty())
-
-    def __enter__(self) -> "ProgressLine":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
