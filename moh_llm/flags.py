@@ -57,8 +57,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def add_words(self, metavar: str, kind: type, name: str) -> None:
         """Declare that the words without a flag are a recipe, or values of one option (see `options_from`)."""
-        told = f"{help_of(options_of(kind)[name])}; or a recipe"
-        self.add_argument("words", metavar=metavar, nargs="*", help=told)
+        self.add_argument("words", metavar=metavar, nargs="*", help=f"{help_of(options_of(kind)[name])}; or a recipe")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
         """As argparse does it; a flag that there is not is refused by its name."""

@@ -154,9 +154,8 @@ def read_chat(kind: str, record: dict[str, Any], template: ChatTemplate | None) 
     if not isinstance(tools, list | None) or not isinstance(arguments, dict):
         raise ValueError("its tools must be a list, and its chat_template_kwargs a map")
     first = len(parts[0]) if kind == "prompt_completion" else 0
-    return template.text_of(
-        [message for part in parts for message in part], first, {"tools": tools or None} | arguments
-    )
+    messages = [message for part in parts for message in part]
+    return template.text_of(messages, first, {"tools": tools or None} | arguments)
 
 
 def _checked(messages: Any, name: str) -> list[dict]:

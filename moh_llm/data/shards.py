@@ -154,8 +154,7 @@ def tokens_for(mixture: str, tokenizer: Any, rows: int | None = None) -> Tokens:
     """
     wanted = TextTokenizer.from_tokenizer(tokenizer, rows)
     if Path(mixture).is_dir() and mixture != EMBEDDED.name:
-        sources = open_tokens(Path(mixture), tokenizer=wanted)
-        return Tokens(read_tokens(Path(mixture)).name, mixture, sources)
+        return Tokens(read_tokens(Path(mixture)).name, mixture, open_tokens(Path(mixture), tokenizer=wanted))
     spec = load_mixture(mixture)
     folder = cache_folder(spec, wanted)
     from moh_llm.data.tokenize import tokenize_mixture

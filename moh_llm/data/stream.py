@@ -111,11 +111,8 @@ def permute(index: int, size: int, key: str) -> int:
     while True:
         left, right = index >> half_bits, index & mask
         for turn in range(4):
-            message = f"{key}/{turn}/{right}".encode()
-            left, right = (
-                right,
-                left ^ (int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") & mask),
-            )
+            digest = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
         index = left << half_bits | right
         if index < size:
             return index

@@ -86,8 +86,7 @@ class TextTokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.end, self.name, self.chat = end, name, chat
-        vocabulary = self.backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = 1 + max(vocabulary.values(), default=0)
+        self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=0)
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
         self.rows = rows if rows is not None and rows < self.vocab_size else None
 

@@ -84,11 +84,9 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_passing
         # 3. Statistics of the scores, and what the heads did. The first process analyses; the others wait, because a
         # launcher ends all processes when one ends with an error.
         record = build_record(suite, scores, options, command_line, team.size)
-        chosen = next(iter(scores.values()))  # all models ran on one device in one dtype
+        how = next((chosen.device, chosen.dtype) for chosen in scores.values())  # the same for all models
         analysed = models if options.analysis else {}
-        record.analysis = team.broadcast(
-            lambda: analyse_models(analysed, suite, options, chosen.device, chosen.dtype, say)
-        )
+        record.analysis = team.broadcast(lambda: analyse_models(analysed, suite, options, *how, say))
         connection.close()
         if team.rank > 0:
             return Evaluation(record, options.output_dir, None, first_process=False)

@@ -52,8 +52,7 @@ class LanguageModel(HFLM):
 
         Raises BenchmarkError on all processes when one fails.
         """
-        numbers = range(self.team.rank, len(requests), self.team.size)
-        own = [requests[number] for number in numbers]
+        own = requests[self.team.rank :: self.team.size]
         computed, problem = [], None
         try:
             computed = self._compute(own, compute) if own else []

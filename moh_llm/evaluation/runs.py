@@ -211,8 +211,7 @@ def held_out_table(run: TrainingRun) -> Table | None:
     rows = [[f"{line.tokens or 0:,}", *_figures(line.validation), _dead_heads(line.routing)] for line in lines]
     if saved:
         rows.append([f"{run.tokens:,} (saved model)", *_figures(saved), _dead_heads(None)])
-    scores = ["documents", "perplexity", "reference's", "ratio", "KL", "same top-1 %", "keys %"]
-    head = ["tokens", *scores, "dead heads"]
+    head = ["tokens", "documents", "perplexity", "reference's", "ratio", "KL", "same top-1 %", "keys %", "dead heads"]
     return Table(head, rows, text=0).without_empty_columns() if rows else None
 
 

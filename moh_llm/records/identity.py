@@ -107,8 +107,7 @@ def hash_plan(folder: Path) -> str | None:
         return None
     with making_model(folder):
         config = MoHLlamaConfig(**fields)
-    plan = {name: getattr(config, name) for name in _PLAN}
-    return _digest([json.dumps(plan, sort_keys=True)])
+    return _digest([json.dumps({name: getattr(config, name) for name in _PLAN}, sort_keys=True)])
 
 
 def hash_weights(folder: Path, weight_map: Mapping[str, str] | None = None) -> WeightHashes:

@@ -56,8 +56,7 @@ def near_keys(
     others = (~all_on).nonzero()
     lead = int(others[0]) if len(others) else total
     fields = (tensor[None, :, None] for tensor in (last, start, near, start + sinks, hidden))
-    seen = Seen(*fields, window, sinks, all_on[None], lead, is_consecutive=False)
-    return seen, request, position
+    return Seen(*fields, window, sinks, all_on[None], lead, is_consecutive=False), request, position
 
 
 class EngineKeys(NamedTuple):
