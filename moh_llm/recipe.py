@@ -77,14 +77,12 @@ def _flatten(kind: Any, options: dict[str, Option], where: str, name: str, value
     check_name(kind, name, where)
     option = options[name]
     value = _typed(option, value, f"{where}: {name}")
-    if not option.is_group or value is None:
+    if not option.is_group or value is None or isinstance(value, option.kind):
         yield name, value
     elif isinstance(value, dict):
         yield name, {}
         for part, child in value.items():
             yield from _flatten(kind, options, where, f"{name}.{part}", child)
-    elif isinstance(value, option.kind):
-        yield name, value
     else:
         given = str(value) if len(str(value)) <= 60 else f"{str(value)[:57]}..."
         raise UserError(f"{where}: {name}={given} must be a group of options")
