@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> None:
         answer = tokenizer.decode(prompt[-1][0])
         print(f"\n{task}, answer{answer}: base {of_base[index]:.3f}, {name} {of_models[-1][index]:.3f}")
         heads.add(look(last, prompt))
+    if not heads:
+        return
     others = [index for index in range(len(found)) if index not in worst]
     with heads_on(last, sorted(heads)):
         changed = np.array([score(last, found[index][1]) for index in others]) - of_base[others]
