@@ -98,7 +98,7 @@ def score(
 ) -> dict[str, dict[int, list[float]]]:
     """Count `[right, all, nats]` by task and distance: tokens in copying, whole answers in the other tasks.
 
-    `nats` is the log-probability of all of them. It falls before the number of right ones does.
+    `nats` is the log-probability of all of them.
     `logits_at(ids, positions)` returns the logits after each position, `[P, V]`.
     """
     positions = [p - 1 for answer in prompt.answers for p in range(answer.start, answer.stop)]

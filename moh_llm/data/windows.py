@@ -95,9 +95,9 @@ def whole_windows(length: int, tokens: int) -> float:
 def repeat_spans(batches: Sequence[dict[str, torch.Tensor]], seed: int = 0) -> list[dict[str, torch.Tensor]]:
     """Copies of batches `[B, T]` where spans of a document's first half are written over parts of its second half.
 
-    Ordinary text hardly ever needs the heads that look up what followed the same tokens far back. What is fitted to it
-    may turn these off, and then identifiers are not found again (docs/results/ruler.md). Spans come back in another
-    order. Documents of less than 1,024 tokens stay as they are. `seed` draws places, lengths and order.
+    Some text hardly needs the heads that look up what followed the same tokens far back. What is fitted to it may turn
+    these off, and then identifiers are not found again (docs/results/ruler.md). Spans come back in another order.
+    Documents of less than 1,024 tokens stay as they are. `seed` draws places, lengths and order.
     """
     generator = random.Random(seed)
     batches = [batch | {"input_ids": batch["input_ids"].clone()} for batch in batches]
