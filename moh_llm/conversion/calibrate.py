@@ -22,7 +22,6 @@ from moh_llm.conversion.fit import LayerFitter, LayerSample, LocalSample, Routin
 from moh_llm.conversion.layers import LayerwiseModel, check_finite, run_layer
 from moh_llm.conversion.local_fit import LocalFitter, sample_local
 from moh_llm.conversion.plan import drops_to_fit, shared_and_active
-from moh_llm.data.windows import repeat_spans
 from moh_llm.errors import UserError
 from moh_llm.metrics import Batch
 from moh_llm.modeling.seen_moh import Seen, document_starts
@@ -67,14 +66,12 @@ def layer_samples(
 ) -> Iterator[LayerSample]:
     """Yield the sample of each layer, the last layer first. The arguments are those of `calibrate`.
 
-    The first token of each document is left out, and with local fallbacks all tokens that have all heads on. With these
-    the documents repeat parts of themselves.
+    The first token of each document is left out, and with local fallbacks all tokens that have all heads on.
 
     Raises:
         UserError: too few tokens are left.
     """
-    if is_local := plan.head_fallback == "local":
-        batches = repeat_spans(batches)
+    is_local = plan.head_fallback == "local"
     skipped = plan.all_heads_until if is_local else 1
     order, fitted = _fitted_first(batches, skipped)
     if is_local and min(fitted, len(order) - fitted) < _LEAST:

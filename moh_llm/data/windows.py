@@ -1,8 +1,6 @@
 """Windows of tokens as batches: input ids, positions and labels that keep documents apart."""
 
-import itertools
 import math
-import random
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -15,8 +13,6 @@ DOCUMENTS = 64  # held-out documents that are scored by default
 SHORTER, WHOLE = 2048, 8  # of a longer context: the tokens of most windows, and the number of windows of full length
 _IGNORED = -100  # label of a token that the loss is not taken on
 _BLOCK = 1 << 16  # tokens that are read at once in search of documents
-REPEAT_EVERY = 1024  # tokens of a document for each of its repeated spans
-REPEATED = 24, 64  # least and most tokens of a span
 
 Window = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, positions within documents, labels
 
@@ -90,29 +86,6 @@ def whole_windows(length: int, tokens: int) -> float:
     if length <= SHORTER or tokens < held_out_tokens(length):
         return math.inf
     return (tokens - DOCUMENTS * SHORTER) // (length - SHORTER)
-
-
-def repeat_spans(batches: Sequence[dict[str, torch.Tensor]], seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Copies of batches `[B, T]` where spans of a document's first half are written over parts of its second half.
-
-    Some text hardly needs the heads that look up what followed the same tokens far back. What is fitted to it may turn
-    these off, and then identifiers are not found again (docs/results/ruler.md). Spans come back in another order.
-    Documents of less than 1,024 tokens stay as they are. `seed` draws places, lengths and order.
-    """
-    generator = random.Random(seed)
-    batches = [batch | {"input_ids": batch["input_ids"].clone()} for batch in batches]
-    rows = (row for batch in batches for row in zip(batch["input_ids"], batch["position_ids"], strict=True))
-    for ids, positions in rows:
-        starts = [0, *(1 + (positions[1:] == 0).nonzero()[:, 0]).tolist(), len(ids)]
-        for start, end in itertools.pairwise(starts):
-            spans = (end - start) // REPEAT_EVERY
-            for number, place in enumerate(generator.sample(range(spans), spans)):
-                part = (end - start) // (2 * spans)  # one holds a span, another one its repetition
-                length = generator.randint(*REPEATED)
-                source = start + number * part + generator.randrange(part - length)
-                target = start + (spans + place) * part + generator.randrange(part - length)
-                ids[target : target + length] = ids[source : source + length]
-    return batches
 
 
 def validation_batches(
