@@ -47,6 +47,7 @@ from moh_llm.records.identity import identify
 
 EDGES = (0, 512, 2048, 8192, 32768, 131072)
 DISTANCES = (256, 512, 1024, 2048, 4096, 7000)  # of retrieval
+ASKED = TASKS[:3]  # of retrieval: RULER asks for UUIDs
 HEADLINE = 2048  # from this position on
 ROWS = 512  # predictions whose logits are held at once
 
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
         for number, key in enumerate(tqdm(keys, desc="retrieval", unit="prompt")):
             if key not in found["prompts"]:
                 text = documents[number % len(documents)][1].tolist()
-                prompt = make_prompt(text, args.context, distances, tokenizer, number)
+                prompt = make_prompt(text, args.context, distances, tokenizer, number, ASKED)
                 scores = {name: score(prompt, logits_at(model)) for name, model in {"base": base, **models}.items()}
                 found["prompts"][key] = json.loads(json.dumps(scores))  # distances become text, as in the file
                 save()
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"{Path(name).name[-24:]:<24} in theory {flops:.3f} of the base's FLOPs")
     prompts = [found["prompts"][key] for key in keys]
     far = [distance for distance in distances if distance > max(model.config.local_window for model in models.values())]
-    for task in TASKS if prompts else ():
+    for task in ASKED if prompts else ():
         print_retrieval(task, prompts, names, distances, far)
 
 

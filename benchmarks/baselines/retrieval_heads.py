@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from moh_llm.analysis.retrieval import Prompt, make_prompt
+from moh_llm.analysis.retrieval import TASKS, Prompt, make_prompt
 from moh_llm.errors import UserError
 
 LENGTH, DISTANCES = 2048, (400, 800, 1200, 1600)  # tokens of a prompt, and from a needle to its repetition
@@ -32,7 +32,9 @@ def make_prompts(text: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> Iter
             f"retrieval scores take {LENGTH} tokens of text, here are {len(text)}; more --calibration-tokens"
         )
     parts = text.unfold(0, LENGTH, LENGTH).tolist()
-    return (make_prompt(parts[seed % len(parts)], LENGTH, DISTANCES, tokenizer, seed) for seed in range(PROMPTS))
+    return (
+        make_prompt(parts[seed % len(parts)], LENGTH, DISTANCES, tokenizer, seed, TASKS[:3]) for seed in range(PROMPTS)
+    )
 
 
 @torch.inference_mode()

@@ -1,18 +1,19 @@
-"""Retrieval over distance, which perplexity hides: copying, passkeys and key-value look-up.
+"""Retrieval over distance, which perplexity hides: copying, passkeys, key-value look-up and UUIDs.
 
-A prompt holds, for each distance, a string of random tokens, a passkey and a key-value pair, and asks for all of them
-at its end. An answer is right if each of its tokens is the most likely one after the tokens before it, which is what
-greedy decoding would give.
+A prompt holds, for each distance, a string of random tokens, a passkey, a key-value pair and a UUID, or some of these.
+It asks for all of them at its end. An answer is right if each of its tokens is the most likely one after the tokens
+before it, which is what greedy decoding would give.
 """
 
 import random
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-TASKS = ("copying", "passkey", "key-value")
+TASKS = ("copying", "passkey", "key-value", "uuid")
 _COPIED, _GIVEN = 32, 8  # tokens of a copied string, and how many of them its repetition gives
 _APART = 8  # tokens of text between questions
 _NAMES = ["Anna", "Boris", "Clara", "David", "Elena", "Frank", "Grace", "Henry", "Irene", "James", "Karen", "Louis"]
@@ -39,7 +40,12 @@ class Prompt:
 
 
 def make_prompt(
-    text: Sequence[int], length: int, distances: Sequence[int], tokenizer: PreTrainedTokenizerBase, seed: int
+    text: Sequence[int],
+    length: int,
+    distances: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    tasks: Sequence[str] = TASKS,
 ) -> Prompt:
     """A prompt of `length` tokens.
 
@@ -47,6 +53,7 @@ def make_prompt(
         text: tokens of ordinary text, at least `length`.
         distances: in tokens, from the start of what is to be found to the start of its repetition; at most twelve.
         seed: draws strings, names and numbers.
+        tasks: what to ask for, of `TASKS`.
 
     Raises:
         ValueError: a distance does not fit into the prompt, or distances lie too close together.
@@ -58,17 +65,22 @@ def make_prompt(
     def encode(words: str) -> list[int]:
         return tokenizer(words, add_special_tokens=False)["input_ids"]
 
+    def number() -> int:
+        return generator.randrange(10000, 100000)
+
     questions = []  # task, distance, what is to be found, its repetition, where in that the answer begins
     for distance, name, key in zip(sorted(distances), names, keys, strict=False):
         string = [generator.choice(ordinary) for _ in range(_COPIED)]
-        questions.append(("copying", distance, string, string, _GIVEN))
-        for task, given, end in (
-            ("passkey", f"\nThe pass key of {name} is", ". Remember it.\n"),
-            ("key-value", f"\n{key}:", "\n"),
+        finds = {"copying": (string, string, _GIVEN)}
+        for task, given, value, end in (
+            ("passkey", f"\nThe pass key of {name} is", number(), ". Remember it.\n"),
+            ("key-value", f"\n{key}:", number(), "\n"),
+            ("uuid", f"\nThe identifier of the {key} is", uuid.uuid5(uuid.NAMESPACE_OID, f"{seed} {key}"), ".\n"),
         ):
-            value = f" {generator.randrange(10000, 100000)}"
-            questions.append((task, distance, encode(given + value + end), encode(given + value), len(encode(given))))
-    pairs = [encode(f"\n{key}: {generator.randrange(10000, 100000)}\n") for key in keys[len(distances) :]]
+            sentence, asked = encode(f"{given} {value}{end}"), encode(f"{given} {value}")
+            finds[task] = sentence, asked, len(encode(given))
+        questions += [(task, distance, *finds[task]) for task in tasks]
+    pairs = [encode(f"\n{key}: {number()}\n") for key in keys[len(distances) :]]
 
     end = length - sum(max(len(found), len(asked)) + _APART for _, _, found, asked, _ in questions)
     ids, answers, taken = list(text[:length]), [], []
@@ -106,7 +118,7 @@ def score(
     targets = torch.tensor([prompt.ids[p + 1] for p in positions], device=logits.device)
     nats = iter(logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist())
     found = iter((logits.argmax(-1) == targets).tolist())
-    counts: dict[str, dict[int, list[float]]] = {task: {} for task in TASKS}
+    counts: dict[str, dict[int, list[float]]] = {answer.task: {} for answer in prompt.answers}
     for answer in prompt.answers:
         right = [next(found) for _ in range(answer.start, answer.stop)]
         total = sum(next(nats) for _ in right)

@@ -32,12 +32,13 @@ def reader(sight: int):
     return logits_at
 
 
+@pytest.mark.parametrize("tasks", [TASKS, TASKS[1:2]])
 @pytest.mark.parametrize("sight", [3000, 1024, 1023, 100])
-def test_what_is_in_sight_is_found(tokenizer, sight):
-    prompt = make_prompt([7] * 3000 + list(range(40, 90)), 3050, DISTANCES, tokenizer, seed=0)
-    assert len(prompt.ids) == 3050
+def test_what_is_in_sight_is_found(tokenizer, sight, tasks):
+    prompt = make_prompt([7] * 3000 + list(range(40, 90)), 3050, DISTANCES, tokenizer, seed=0, tasks=tasks)
+    assert len(prompt.ids) == 3050 and len(prompt.answers) == len(DISTANCES) * len(tasks)
     counts = score(prompt, reader(sight))
-    assert list(counts) == list(TASKS)
+    assert tuple(counts) == tasks
     total = math.log(254 + math.e + math.e**2)
     for answer in prompt.answers:
         tokens, seen = answer.stop - answer.start, answer.distance <= sight
@@ -48,7 +49,7 @@ def test_what_is_in_sight_is_found(tokenizer, sight):
 
 @pytest.mark.parametrize(
     ("length", "distances", "message"),
-    [(900, [512, 1024], "1024 does not fit"), (3000, [512, 630], "too close together")],
+    [(1100, [512, 1024], "1024 does not fit"), (3000, [512, 630], "too close together")],
 )
 def test_what_does_not_fit_is_named(tokenizer, length, distances, message):
     with pytest.raises(ValueError, match=message):
