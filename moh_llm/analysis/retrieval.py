@@ -8,7 +8,7 @@ before it, which is what greedy decoding would give.
 import random
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,8 +21,7 @@ _KEYS = ["apple", "bridge", "cloud", "desk", "engine", "forest", "garden", "hamm
 _KEYS += ["ladder", "market", "needle", "orange", "pencil", "rabbit", "silver", "table", "violin", "window", "yellow"]
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """An answer is tokens `start` to `stop` of a prompt, and repeats what lies `distance` tokens earlier."""
 
     task: str
@@ -31,8 +30,7 @@ class Answer:
     stop: int
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """Token ids, and the answers in them."""
 
     ids: list[int]
@@ -77,14 +75,12 @@ def make_prompt(
             ("key-value", f"\n{key}:", number(), "\n"),
             ("uuid", f"\nThe identifier of the {key} is", uuid.uuid5(uuid.NAMESPACE_OID, f"{seed} {key}"), ".\n"),
         ):
-            sentence, asked = encode(f"{given} {value}{end}"), encode(f"{given} {value}")
-            finds[task] = sentence, asked, len(encode(given))
+            finds[task] = encode(f"{given} {value}{end}"), encode(f"{given} {value}"), len(encode(given))
         questions += [(task, distance, *finds[task]) for task in tasks]
     pairs = [encode(f"\n{key}: {number()}\n") for key in keys[len(distances) :]]
 
     end = length - sum(max(len(found), len(asked)) + _APART for _, _, found, asked, _ in questions)
-    ids, answers, taken = list(text[:length]), [], []
-    at = end
+    ids, answers, taken, at = list(text[:length]), [], [], end
     for task, distance, sentence, asked, given in questions:
         place = range(at - distance, at - distance + len(sentence))
         if place.start < 0 or place.stop > end:
@@ -116,12 +112,11 @@ def score(
     positions = [p - 1 for answer in prompt.answers for p in range(answer.start, answer.stop)]
     logits = logits_at(prompt.ids, positions)
     targets = torch.tensor([prompt.ids[p + 1] for p in positions], device=logits.device)
-    nats = iter(logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist())
-    found = iter((logits.argmax(-1) == targets).tolist())
+    lengths = [answer.stop - answer.start for answer in prompt.answers]
+    nats = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0].split(lengths)
+    found = (logits.argmax(-1) == targets).split(lengths)
     counts: dict[str, dict[int, list[float]]] = {answer.task: {} for answer in prompt.answers}
-    for answer in prompt.answers:
-        right = [next(found) for _ in range(answer.start, answer.stop)]
-        total = sum(next(nats) for _ in right)
-        whole = answer.task != "copying"
-        counts[answer.task][answer.distance] = [*([int(all(right)), 1] if whole else [sum(right), len(right)]), total]
+    for answer, right, own in zip(prompt.answers, found, nats, strict=True):
+        count = [right.sum().item(), len(right)] if answer.task == "copying" else [int(right.all()), 1]
+        counts[answer.task][answer.distance] = [*count, own.sum().item()]
     return counts

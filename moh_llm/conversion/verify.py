@@ -98,14 +98,8 @@ def _retrieval(head: nn.Module, prompt: Prompt, base: torch.Tensor, converted: t
         for found in (score(prompt, lambda _, at, states=states: head(states[at])) for states in (base, converted))
     )
     return [
-        RetrievalFigures(
-            task=task,
-            asked=asked,
-            base=right,
-            converted=of_converted[task][0],
-            nats=round((of_converted[task][2] - nats) / asked, 3),
-        )
-        for task, (right, asked, nats) in of_base.items()
+        RetrievalFigures(task=task, asked=asked, base=right, converted=own[0], nats=round((own[2] - nats) / asked, 3))
+        for (task, (right, asked, nats)), own in zip(of_base.items(), of_converted.values(), strict=True)
     ]
 
 

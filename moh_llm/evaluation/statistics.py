@@ -28,11 +28,7 @@ _UNLIKELY = -1e4
 
 def mean(strata: Strata) -> float:
     """Mean over all items, which is the mean of the tasks weighted by their sizes (lm-eval's groups)."""
-    means = [sum(values) / len(values) for values in strata]
-    if len(means) == 1:
-        return means[0]
-    sizes = [len(values) for values in strata]
-    return sum(m * n for m, n in zip(means, sizes, strict=True)) / sum(sizes)
+    return sum(map(sum, strata)) / sum(map(len, strata))
 
 
 def standard_error(strata: Strata) -> float | None:
