@@ -2,10 +2,13 @@
 
     python benchmarks/needles.py out/fifth --base BASE --tasks single_2 single_3 --length 2048 --prompts 15 --worst 3
 
-The prompts are RULER's, of tasks with one right answer. The figure is the log-probability of that answer, in nats: it
-falls before the share of solved prompts does. Then the prompts with the largest loss in the last model are looked at:
-what all heads bring, in the text before the question or from the question on, and what each head that was off brings
-from the question on. With the best head of each the other prompts are scored again.
+The prompts are RULER's, of tasks with one right answer. The figures are the log-probability of that answer, in nats,
+which falls before the share of solved prompts does, and in how many prompts its tokens are the most likely ones.
+`--begun :` gives the beginning of the answer: a model may begin it otherwise although it knows the rest.
+
+Then the prompts with the largest loss in the last model are looked at: what all heads bring, in the text before the
+question or from the question on, and what each head that was off brings from the question on. With the best head of
+each the other prompts are scored again.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import lm_eval
@@ -31,6 +35,13 @@ Prompt = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # token ids `[1, T]` o
 Head = tuple[int, int]  # layer, head
 
 
+class Score(NamedTuple):
+    """The log-probability of an answer, and whether each of its tokens is the most likely one."""
+
+    nats: float
+    solved: bool
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="model", help="converted folders")
@@ -38,6 +49,7 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", required=True, help="names after niah_, such as single_2")
     parser.add_argument("--length", type=int, default=2048, metavar="T", help="tokens of a prompt (default: 2048)")
     parser.add_argument("--prompts", type=int, default=15, metavar="N", help="of each task (default: 15)")
+    parser.add_argument("--begun", default="", metavar="TEXT", help="what begins the answer, for all models")
     parser.add_argument("--worst", type=int, default=3, metavar="N", help="prompts to look at (default: 3)")
     add_compute_dtype(parser)
     return status_of(run, parser.parse_args())
@@ -52,13 +64,14 @@ def run(args: argparse.Namespace) -> None:
     found = [(task, prompt) for task in args.tasks for prompt in read_prompts(task, args, tokenizer, device)]
     progress = tqdm(found, desc="prompts", unit="prompt", leave=False)
     all_scores = [[score(model, prompt) for model in (base, *models.values())] for _, prompt in progress]
-    of_base, *of_models = np.array(all_scores).T
+    (of_base, *of_models), solved = np.array(all_scores).T
     print(f"log-probability of the answer, {args.prompts} prompts of {args.length} tokens of each task, {computed}")
     for task in args.tasks:
         own = np.array([name == task for name, _ in found])
-        print(f"{task}: base {of_base[own].mean():.3f}")
+        right = iter(solved[:, own].sum(1))
+        print(f"{task}: base {of_base[own].mean():.3f}, most likely in {next(right):.0f}")
         for name, scores in zip(models, of_models, strict=True):
-            print(f"  {name[-40:]:<40} {show((scores - of_base)[own])}")
+            print(f"  {name[-40:]:<40} {show((scores - of_base)[own])}, most likely in {next(right):.0f}")
     print("all tasks")
     for name, scores in zip(models, of_models, strict=True):
         print(f"  {name[-40:]:<40} {show(scores - of_base)}")
@@ -73,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
         return
     others = [index for index in range(len(found)) if index not in worst]
     with heads_on(last, sorted(heads)):
-        changed = np.array([score(last, found[index][1]) for index in others]) - of_base[others]
+        changed = np.array([score(last, found[index][1]).nats for index in others]) - of_base[others]
     print(f"\nthe {len(others)} other prompts: {show(losses[others])}, with layer.head on for all tokens", end=" ")
     print(*(f"{layer}.{head}" for layer, head in sorted(heads)), show(changed))
 
@@ -86,17 +99,18 @@ def read_prompts(
     prompts = []
     for row in make_prompts(str(stock), args.base, [args.length], args.prompts, "test")["test"]:
         text, _, question = row["input"].rpartition("\n")
-        parts = text, f"\n{question} {row['gen_prefix']}", f" {row['outputs'][0]}"
+        parts = text, f"\n{question} {row['gen_prefix']}{args.begun}", f" {row['outputs'][0]}"
         prompts.append(tuple(tokenizer(part, return_tensors="pt").input_ids.to(device) for part in parts))
     return prompts
 
 
-def score(model: PreTrainedModel, prompt: Prompt, cache: Cache | None = None) -> float:
-    """The log-probability of a prompt's answer, in nats. With a `cache` of its text, which stays as it is."""
+def score(model: PreTrainedModel, prompt: Prompt, cache: Cache | None = None) -> Score:
+    """Score a prompt's answer. With a `cache` of its text, which stays as it is."""
     *read, answer = prompt if cache is None else prompt[1:]
     ids = torch.cat([*read, answer], 1)
     logits = model(ids, past_key_values=copy.deepcopy(cache), logits_to_keep=answer.shape[1] + 1).logits[:, :-1]
-    return logits.float().log_softmax(-1).gather(-1, answer[..., None]).sum().item()
+    nats = logits.float().log_softmax(-1).gather(-1, answer[..., None]).sum().item()
+    return Score(nats, torch.equal(logits.argmax(-1), answer))
 
 
 def look(model: MoHLlamaForCausalLM, prompt: Prompt) -> Head:
@@ -108,16 +122,16 @@ def look(model: MoHLlamaForCausalLM, prompt: Prompt) -> Head:
             answer = prompt[2].shape[1] + 1
             keep = router.register_forward_hook(lambda _, __, out, n=answer: shares.append(out[1][0, -n:].mean(0)))
             hooks.callback(keep.remove)
-        before = score(model, prompt, cache)
+        before = score(model, prompt, cache).nats
     with model.all_heads_active():
-        on_later = score(model, prompt, cache)
+        on_later = score(model, prompt, cache).nats
         of_base = model(prompt[0], use_cache=True, logits_to_keep=1).past_key_values
-    print(f"all heads on in the text {score(model, prompt, of_base):.3f}, from the question on {on_later:.3f}")
+    print(f"all heads on in the text {score(model, prompt, of_base).nats:.3f}, from the question on {on_later:.3f}")
     off = [(layer, head) for layer, share in enumerate(shares) for head in (share < 1).nonzero().flatten().tolist()]
     gains = {}
     for head in tqdm(off, desc="heads", unit="head", leave=False):
         with heads_on(model, [head]):
-            gains[head] = score(model, prompt, cache) - before
+            gains[head] = score(model, prompt, cache).nats - before
     best = sorted(gains, key=lambda head: -gains[head])
     for layer, head in best[:6]:
         never = head in model.routers[layer].kinds()[1]
@@ -125,7 +139,7 @@ def look(model: MoHLlamaForCausalLM, prompt: Prompt) -> Head:
         print(f"  layer {layer}, head {head}, {state}: {gains[layer, head]:+.3f}")
     for count in (4, 16):
         with heads_on(model, best[:count]):
-            print(f"  the best {count} of {len(off)}: {score(model, prompt, cache) - before:+.3f}")
+            print(f"  the best {count} of {len(off)}: {score(model, prompt, cache).nats - before:+.3f}")
     return best[0]
 
 

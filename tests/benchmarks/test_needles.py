@@ -28,16 +28,20 @@ def check(dense: PreTrainedModel, model: MoHLlamaForCausalLM, capsys: pytest.Cap
     ids = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(0))
     prompt = tuple(ids.split([48, 8, 4], 1))
     expected = dense(ids).logits.log_softmax(-1)[0, torch.arange(55, 59), ids[0, 56:]].sum().item()
-    assert needles.score(dense, prompt) == pytest.approx(expected, abs=1e-5)
+    assert needles.score(dense, prompt).nats == pytest.approx(expected, abs=1e-5)
+
+    assert not needles.score(dense, prompt).solved
+    likely = dense(ids[:, :56]).logits[:, -1:].argmax(-1)  # the first token of an answer that is
+    assert needles.score(dense, (*prompt[:2], likely)).solved
 
     cache = model(prompt[0], use_cache=True).past_key_values
-    own = needles.score(model, prompt, cache)
-    assert own == pytest.approx(needles.score(model, prompt), abs=1e-5) != pytest.approx(expected, abs=1e-3)
+    own = needles.score(model, prompt, cache).nats
+    assert own == pytest.approx(needles.score(model, prompt).nats, abs=1e-5) != pytest.approx(expected, abs=1e-3)
     heads = [(layer, head) for layer, router in enumerate(model.routers) for head in range(4)]
     with needles.heads_on(model, heads):
-        assert needles.score(model, prompt) == pytest.approx(expected, abs=1e-5)
-        for_answer = needles.score(model, prompt, cache)
-    assert needles.score(model, prompt, cache) == own  # heads and cache are as before
+        assert needles.score(model, prompt).nats == pytest.approx(expected, abs=1e-5)
+        for_answer = needles.score(model, prompt, cache).nats
+    assert needles.score(model, prompt, cache).nats == own  # heads and cache are as before
 
     needles.look(model, prompt)
     said = capsys.readouterr().out
