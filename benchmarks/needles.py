@@ -4,7 +4,8 @@
 
 The prompts are RULER's, of tasks with one right answer. The figures are the log-probability of that answer, in nats,
 which falls before the share of solved prompts does, and in how many prompts its tokens are the most likely ones.
-`--begun :` gives the beginning of the answer: a model may begin it otherwise although it knows the rest.
+`--begun :` gives the beginning of the answer: a model may begin it otherwise although it knows the rest. With
+`--generate 128` answers are decoded, as RULER does it; with all heads on from the question on, too.
 
 Then the prompts with the largest loss in the last model are looked at: what all heads bring, in the text before the
 question or from the question on, and what each head that was off brings from the question on. With the best head of
@@ -50,6 +51,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=2048, metavar="T", help="tokens of a prompt (default: 2048)")
     parser.add_argument("--prompts", type=int, default=15, metavar="N", help="of each task (default: 15)")
     parser.add_argument("--begun", default="", metavar="TEXT", help="what begins the answer, for all models")
+    parser.add_argument("--generate", type=int, default=0, metavar="N", help="tokens to decode (default: 0)")
     parser.add_argument("--worst", type=int, default=3, metavar="N", help="prompts to look at (default: 3)")
     add_compute_dtype(parser)
     return status_of(run, parser.parse_args())
@@ -72,6 +74,10 @@ def run(args: argparse.Namespace) -> None:
         print(f"{task}: base {of_base[own].mean():.3f}, most likely in {next(right):.0f}")
         for name, scores in zip(models, of_models, strict=True):
             print(f"  {name[-40:]:<40} {show((scores - of_base)[own])}, most likely in {next(right):.0f}")
+    for name, model in {args.base: base, **models}.items() if args.generate else ():
+        progress = tqdm(found, desc="answers", unit="prompt", leave=False)
+        counts = np.sum([answers(model, prompt, tokenizer, args.generate) for _, prompt in progress], 0)
+        print(f"{name[-40:]:<40} finds {counts[0]} of {len(found)}, with all heads on from the question on {counts[1]}")
     print("all tasks")
     for name, scores in zip(models, of_models, strict=True):
         print(f"  {name[-40:]:<40} {show(scores - of_base)}")
@@ -111,6 +117,25 @@ def score(model: PreTrainedModel, prompt: Prompt, cache: Cache | None = None) ->
     logits = model(ids, past_key_values=copy.deepcopy(cache), logits_to_keep=answer.shape[1] + 1).logits[:, :-1]
     nats = logits.float().log_softmax(-1).gather(-1, answer[..., None]).sum().item()
     return Score(nats, torch.equal(logits.argmax(-1), answer))
+
+
+def answers(
+    model: PreTrainedModel, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tokens: int
+) -> tuple[bool, bool]:
+    """Whether the next tokens, decoded greedily, hold the answer; and so with all heads on from the question on."""
+    text, question, answer = prompt
+    ids, right = torch.cat([text, question], 1), tokenizer.decode(answer[0]).strip()
+    given = {"attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.eos_token_id}
+
+    def decode(cache: Cache | None = None) -> bool:
+        found = model.generate(ids, **given, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
+        return right in tokenizer.decode(found[0, ids.shape[1] :])
+
+    if not isinstance(model, MoHLlamaForCausalLM):
+        return (decode(),) * 2
+    own, cache = decode(), model(text, use_cache=True, logits_to_keep=1).past_key_values
+    with model.all_heads_active():
+        return own, decode(cache)
 
 
 def look(model: MoHLlamaForCausalLM, prompt: Prompt) -> Head:

@@ -1,8 +1,10 @@
 """The benchmark of needles: what a prompt's answer scores, and which heads it would need."""
 
+import copy
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,3 +49,16 @@ def check(dense: PreTrainedModel, model: MoHLlamaForCausalLM, capsys: pytest.Cap
     said = capsys.readouterr().out
     assert f"from the question on {for_answer:.3f}" in said
     assert re.search(rf"the best 16 of \d: {re.escape(f'{for_answer - own:+.3f}')}$", said, re.M)  # all that are off
+
+    read, given = prompt[:2], []
+    with model.all_heads_active():
+        for _ in range(3):  # the most likely tokens, each by a pass of its own
+            parts = [read[1], *given]
+            logits = model(torch.cat(parts, 1), past_key_values=copy.deepcopy(cache)).logits
+            given.append(logits[:, -1:].argmax(-1))
+    expected = torch.cat(given, 1)
+    tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids.tolist())), eos_token_id=0)
+    own = model.generate(ids[:, :56], max_new_tokens=3, do_sample=False, pad_token_id=0)[:, 56:]
+    assert not torch.equal(own, expected)
+    assert needles.answers(model, (*read, own), tokenizer, 3) == (True, False)
+    assert needles.answers(model, (*read, expected), tokenizer, 3) == (False, True)
