@@ -1,6 +1,8 @@
 """The proof can fail, and its figures are those of whole models."""
 
+import re
 import shutil
+import zlib
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from moh_llm.analysis.retrieval import Answer, Prompt, score
 from moh_llm.conversion import convert as convert_module
 from moh_llm.conversion.layers import LayerwiseModel
-from moh_llm.conversion.verify import verify
+from moh_llm.conversion.verify import retrieval_prompt, verify
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.records.model import read_weight_map
@@ -145,3 +147,24 @@ def test_what_a_prompt_retrieves_is_what_whole_models_retrieve(folders, batches)
         assert [row.asked, row.base, row.converted] == [of_base[1], of_base[0], own[0]]
         assert row.nats == pytest.approx((own[2] - of_base[2]) / row.asked, abs=1e-3)
     assert found.retrieval[1].base == 1 and found.retrieval[0].nats
+
+
+@pytest.mark.parametrize(
+    ("length", "seen", "distances"),
+    [(2048, 132, {512, 1024}), (2048, 520, {1024}), (8192, 260, {512, 1024, 2048, 4096, 7000})],
+)
+def test_a_text_of_each_length_is_asked_for_passkeys_and_uuids(length, seen, distances):
+    def tokenizer(words: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        # A UUID has 36 of these tokens, about as many as in SmolLM2's tokenizer, and words have more.
+        pieces = re.findall(r" ?\d|[a-z]|\W|[A-Z]+", words)
+        return {"input_ids": [zlib.crc32(piece.encode()) for piece in pieces]}
+
+    text = torch.arange(length)[None]
+    prompt = retrieval_prompt([{"input_ids": text}], tokenizer, seen)
+    assert {(answer.task, answer.distance) for answer in prompt.answers} == {
+        (task, distance) for task in ("copying", "passkey", "uuid") for distance in distances
+    }
+    for answer in prompt.answers:
+        told = slice(answer.start - answer.distance, answer.stop - answer.distance)
+        assert prompt.ids[answer.start : answer.stop] == prompt.ids[told]
+    assert retrieval_prompt([{"input_ids": text}], tokenizer, length) is None  # all is in sight
