@@ -18,9 +18,8 @@ from moh_llm.flops import distant_keys, share_of_keys
 from moh_llm.metrics import Batch, LogitsOf, compare_to_reference
 from moh_llm.records.conversion import AllHeadsActive, Figures, PositionFigures, RetrievalFigures, Verification
 
-DISTANCES = (512, 1024, 2048, 4096, 7000)  # tokens between a fact of a prompt and the question about it
-_ASKED = ("copying", "passkey", "uuid")
-_ROOM = 150  # tokens for the questions of one distance
+_ASKED = ("copying", "uuid")
+_ROOM = 660  # tokens for the questions at its end
 EDGES = (0, 512, 2048)  # positions that divide the figures of long contexts
 
 
@@ -82,9 +81,10 @@ def verify(
 
 
 def retrieval_prompt(held_out: Sequence[Batch], tokenizer: PreTrainedTokenizerBase, in_sight: int) -> Prompt | None:
-    """A prompt of the sequences' length about facts that are over `in_sight` tokens back; None if none fits."""
+    """A prompt of the sequences' length about what is over `in_sight` tokens back; None if nothing fits."""
     text = held_out[0]["input_ids"][0].tolist()
-    distances = [distance for distance in DISTANCES if in_sight < distance <= len(text) - _ROOM * len(DISTANCES)]
+    step = len(text) // 8
+    distances = [distance for distance in range(step, len(text) - _ROOM, step) if distance > in_sight]
     try:
         return make_prompt(text, len(text), distances, tokenizer, 0, _ASKED) if distances else None
     except ValueError:  # a tokenizer of single bytes makes long sentences
