@@ -47,6 +47,19 @@ def test_what_is_in_sight_is_found(tokenizer, sight, tasks):
         assert counts[answer.task][answer.distance] == pytest.approx([of_each * seen, of_each, nats])
 
 
+def test_an_answer_with_one_wrong_token_is_wrong(tokenizer):
+    prompt = make_prompt([7] * 3000 + list(range(40, 90)), 3050, DISTANCES, tokenizer, seed=0)
+    first, *others = (answer for answer in prompt.answers if answer.task == "uuid")
+
+    def logits_at(ids: list[int], positions: list[int]) -> torch.Tensor:
+        logits = reader(3000)(ids, positions)
+        logits[positions.index(first.stop - 2)] = 0  # of its last token
+        return logits
+
+    counts = score(prompt, logits_at)["uuid"]
+    assert counts[first.distance][:2] == [0, 1] and all(counts[other.distance][:2] == [1, 1] for other in others)
+
+
 @pytest.mark.parametrize(
     ("length", "distances", "message"),
     [(1100, [512, 1024], "1024 does not fit"), (3000, [512, 630], "too close together")],

@@ -35,6 +35,7 @@ def check(dense: PreTrainedModel, model: MoHLlamaForCausalLM, capsys: pytest.Cap
     assert not needles.score(dense, prompt).solved
     likely = dense(ids[:, :56]).logits[:, -1:].argmax(-1)  # the first token of an answer that is
     assert needles.score(dense, (*prompt[:2], likely)).solved
+    assert not needles.score(dense, (*prompt[:2], torch.cat([likely, ids[:, 57:58]], 1))).solved
 
     cache = model(prompt[0], use_cache=True).past_key_values
     own = needles.score(model, prompt, cache).nats
