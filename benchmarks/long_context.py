@@ -34,7 +34,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from moh_llm import MoHCache
-from moh_llm.analysis.retrieval import TASKS, make_prompt, score
+from moh_llm.analysis.retrieval import make_prompt, score
 from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
 from moh_llm.errors import UserError
@@ -47,7 +47,7 @@ from moh_llm.records.identity import identify
 
 EDGES = (0, 512, 2048, 8192, 32768, 131072)
 DISTANCES = (256, 512, 1024, 2048, 4096, 7000)  # of retrieval
-ASKED = TASKS[:3]  # of retrieval: RULER asks for UUIDs
+ASKED = ("copying", "passkey", "key-value")  # of retrieval: RULER asks for UUIDs
 HEADLINE = 2048  # from this position on
 ROWS = 512  # predictions whose logits are held at once
 

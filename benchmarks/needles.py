@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     for task in args.tasks:
         own = np.array([name == task for name, _ in found])
         right = iter(solved[:, own].sum(1))
-        print(f"{task}: base {of_base[own].mean():.3f}, most likely in {next(right):.0f}")
+        print(f"{task}: base {of_base[own].mean():.3f}, most likely in {next(right):.0f} prompts")
         for name, scores in zip(models, of_models, strict=True):
             print(f"  {name[-40:]:<40} {show((scores - of_base)[own])}, most likely in {next(right):.0f}")
     for name, model in {args.base: base, **models}.items() if args.generate else ():

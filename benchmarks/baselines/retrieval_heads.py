@@ -12,11 +12,11 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from moh_llm.analysis.retrieval import TASKS, Prompt, make_prompt
+from moh_llm.analysis.retrieval import Prompt, make_prompt
 from moh_llm.errors import UserError
 
 LENGTH, DISTANCES = 2048, (400, 800, 1200, 1600)  # tokens of a prompt, and from a needle to its repetition
-PROMPTS = 12
+PROMPTS, ASKED = 12, ("copying", "passkey", "key-value")
 TIES = 1e-6  # of the weight on the token's place, for heads of equal scores: most have none
 _FOUND = 0.5  # share of a needle's tokens that the model has right, above which it counts as found
 
@@ -32,9 +32,7 @@ def make_prompts(text: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> Iter
             f"retrieval scores take {LENGTH} tokens of text, here are {len(text)}; more --calibration-tokens"
         )
     parts = text.unfold(0, LENGTH, LENGTH).tolist()
-    return (
-        make_prompt(parts[seed % len(parts)], LENGTH, DISTANCES, tokenizer, seed, TASKS[:3]) for seed in range(PROMPTS)
-    )
+    return (make_prompt(parts[seed % len(parts)], LENGTH, DISTANCES, tokenizer, seed, ASKED) for seed in range(PROMPTS))
 
 
 @torch.inference_mode()

@@ -43,7 +43,7 @@ def make_prompt(
     distances: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
-    tasks: Sequence[str] = TASKS,
+    tasks: Sequence[str],
 ) -> Prompt:
     """A prompt of `length` tokens.
 

@@ -19,7 +19,7 @@ from moh_llm.metrics import Batch, LogitsOf, compare_to_reference
 from moh_llm.records.conversion import AllHeadsActive, Figures, PositionFigures, RetrievalFigures, Verification
 
 _ASKED = ("copying", "uuid")
-_ROOM = 660  # tokens for the questions at its end
+_ROOM = 660  # tokens at the end of a prompt, for its questions
 EDGES = (0, 512, 2048)  # positions that divide the figures of long contexts
 
 

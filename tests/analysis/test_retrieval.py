@@ -35,7 +35,7 @@ def reader(sight: int):
 @pytest.mark.parametrize("tasks", [TASKS, TASKS[1:2]])
 @pytest.mark.parametrize("sight", [3000, 1024, 1023, 100])
 def test_what_is_in_sight_is_found(tokenizer, sight, tasks):
-    prompt = make_prompt([7] * 3000 + list(range(40, 90)), 3050, DISTANCES, tokenizer, seed=0, tasks=tasks)
+    prompt = make_prompt([7] * 3000 + list(range(40, 90)), 3050, DISTANCES, tokenizer, 0, tasks)
     assert len(prompt.ids) == 3050 and len(prompt.answers) == len(DISTANCES) * len(tasks)
     counts = score(prompt, reader(sight))
     assert tuple(counts) == tasks
@@ -48,7 +48,7 @@ def test_what_is_in_sight_is_found(tokenizer, sight, tasks):
 
 
 def test_an_answer_with_one_wrong_token_is_wrong(tokenizer):
-    prompt = make_prompt([7] * 3000 + list(range(40, 90)), 3050, DISTANCES, tokenizer, seed=0)
+    prompt = make_prompt([7] * 3000 + list(range(40, 90)), 3050, DISTANCES, tokenizer, 0, TASKS)
     first, *others = (answer for answer in prompt.answers if answer.task == "uuid")
 
     def logits_at(ids: list[int], positions: list[int]) -> torch.Tensor:
@@ -66,4 +66,4 @@ def test_an_answer_with_one_wrong_token_is_wrong(tokenizer):
 )
 def test_what_does_not_fit_is_named(tokenizer, length, distances, message):
     with pytest.raises(ValueError, match=message):
-        make_prompt(list(range(40, 90)) * 60, length, distances, tokenizer, seed=0)
+        make_prompt(list(range(40, 90)) * 60, length, distances, tokenizer, 0, TASKS)
