@@ -7,6 +7,7 @@ Models take turns in each round; a ratio is the median over rounds of time / the
 least and the most. "attention" is what layers take beyond their linear projections. Decoding is one token per row after
 as many as `--lengths` says; models take a `MoHCache`, and the base a static cache. The base is timed with transformers'
 SDPA attention, and in decoding also with one that reads keys once for all heads of a group; ratios are to the faster.
+Models decode a second time with all heads on ("all on"), after the same prompt in a static cache.
 Keys read: share of the base's keys that attention needs in this text, in prefill over all positions, in decoding at the
 last one. KL: nats per token to the base from position 2,048 on, of the first row. Cache: MiB of one row's. `--layer`
 makes one layer with random weights instead, without KL: half of the heads fixed, and half routed.
@@ -18,7 +19,8 @@ import itertools
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,28 +149,28 @@ def measure(
     name: str, models: dict[str, PreTrainedModel], ids: torch.Tensor, length: int, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A row per model of one pass, `prefill` or `decode`."""
-    peers = {peer: (model, None) for peer, model in models.items()}
+    peers = {peer: (model, nullcontext) for peer, model in models.items()}
     if name == "decode":
-        peers = {"base": peers["base"], "base, keys read once": (models["base"], GROUPED)} | peers
+        base, *converted = models.items()
+        all_on = {f"{peer[-20:]}, all on": (model, model.all_heads_active) for peer, model in converted}
+        grouped = {"base, keys read once": (base[1], partial(reading_once, base[1]))}
+        peers = {"base": peers["base"]} | grouped | peers | all_on
     seconds: dict[str, list[tuple[float, float]]] = {peer: [] for peer in peers}
     prompt, steps = ids[:, :length], ids[:, length:]
     caches = {}
     for peer, (model, _) in peers.items() if name == "decode" else ():
-        is_base = not isinstance(model, MoHLlamaForCausalLM)
-        caches[peer] = StaticCache(model.config, max_cache_len=ids.shape[1]) if is_base else MoHCache(model.config)
+        is_plan = peer in models and peer != "base"
+        caches[peer] = MoHCache(model.config) if is_plan else StaticCache(model.config, max_cache_len=ids.shape[1])
         model(prompt[:1], past_key_values=caches[peer], logits_to_keep=1)
     for number in tqdm(range(args.rounds + 1), desc=f"{name} {length} x {len(ids)}", leave=False):
-        for peer, (model, attention) in peers.items():
-            if attention:
-                model.set_attn_implementation(attention)
-            times = decode(model, caches[peer], steps) if caches else prefill(model, prompt)
-            if attention:
-                model.set_attn_implementation("sdpa")
+        for peer, (model, context) in peers.items():
+            with context():
+                times = decode(model, caches[peer], steps) if caches else prefill(model, prompt)
             if number:  # the first warms up
                 seconds[peer].append(times)
     dense = [min(times) for times in zip(*(seconds[peer] for peer in peers if peer.startswith("base")), strict=True)]
     rows = []
-    for peer, (model, _) in peers.items():
+    for peer, (model, context) in peers.items():
         row: dict[str, Any] = {"model": peer, "pass": name, "tokens": length, "rows": len(ids)}
         row["ms"] = 1e3 * statistics.median(whole for whole, _ in seconds[peer])
         ratios = [
@@ -180,7 +182,8 @@ def measure(
         if caches:
             row["cache_mib"] = cache_bytes(caches[peer]) / 2**20
         if isinstance(model, MoHLlamaForCausalLM):
-            gates = hidden_and_gates(model, ids[:1, :length])[1]
+            with context():
+                gates = hidden_and_gates(model, ids[:1, :length])[1]
             row["keys"] = keys_read(gates.mean(0), model.config, length - 1 if name == "decode" else 0)
             known = HEADLINE + ROWS <= length <= model.config.max_position_embeddings
             if known and name == "prefill" and not args.layer:
@@ -188,6 +191,16 @@ def measure(
                 row["kl"] = sums[3] / sums[0]
         rows.append(row)
     return rows
+
+
+@contextmanager
+def reading_once(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which a dense model's decoding reads keys once for all heads of a group."""
+    model.set_attn_implementation(GROUPED)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("sdpa")
 
 
 @contextmanager
