@@ -5,7 +5,7 @@
 The prompts are RULER's, of tasks with one right answer. The figures are the log-probability of that answer, in nats,
 which falls before the share of solved prompts does, and in how many prompts its tokens are the most likely ones.
 `--begun :` gives the beginning of the answer: a model may begin it otherwise although it knows the rest. With
-`--generate 128` answers are decoded, as RULER does it; with all heads on from the question on, too.
+`--generate 128` answers are decoded, as RULER does it; with all heads on from the question or the answer on, too.
 
 Then the prompts with the largest loss in the last model are looked at: what all heads bring, in the text before the
 question or from the question on, and what each head that was off brings from the question on. With the best head of
@@ -34,6 +34,7 @@ from moh_llm.modeling import MoHLlamaForCausalLM
 
 Prompt = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # token ids `[1, T]` of the text, the question, the answer
 Head = tuple[int, int]  # layer, head
+WAYS = "as converted", "all heads on from the question on", "all heads on from the answer on"
 
 
 class Score(NamedTuple):
@@ -76,8 +77,13 @@ def run(args: argparse.Namespace) -> None:
             print(f"  {name[-40:]:<40} {show((scores - of_base)[own])}, most likely in {next(right):.0f}")
     for name, model in {args.base: base, **models}.items() if args.generate else ():
         progress = tqdm(found, desc="answers", unit="prompt", leave=False)
-        counts = np.sum([answers(model, prompt, tokenizer, args.generate) for _, prompt in progress], 0)
-        print(f"{name[-40:]:<40} finds {counts[0]} of {len(found)}, with all heads on from the question on {counts[1]}")
+        given = np.array([answers(model, prompt, tokenizer, args.generate) for _, prompt in progress], float).T
+        if model is base:
+            right = given[0]
+            print(f"decoded: the base finds {right.sum():.0f} of {len(found)}")
+        else:
+            for way, own in zip(WAYS, given, strict=True):
+                print(f"  {name[-40:]}, {way}: {own.sum():.0f}, {show(100 * (own - right))} points")
     print("all tasks")
     for name, scores in zip(models, of_models, strict=True):
         print(f"  {name[-40:]:<40} {show(scores - of_base)}")
@@ -121,21 +127,23 @@ def score(model: PreTrainedModel, prompt: Prompt, cache: Cache | None = None) ->
 
 def answers(
     model: PreTrainedModel, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tokens: int
-) -> tuple[bool, bool]:
-    """Whether the next tokens, decoded greedily, hold the answer; and so with all heads on from the question on."""
+) -> tuple[bool, ...]:
+    """Whether the next tokens, decoded greedily, hold the answer, in each of `WAYS`; for the base in one way."""
     text, question, answer = prompt
     ids, right = torch.cat([text, question], 1), tokenizer.decode(answer[0]).strip()
     given = {"attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.eos_token_id}
+    cache = model(text, use_cache=True, logits_to_keep=1).past_key_values
 
-    def decode(cache: Cache | None = None) -> bool:
+    def decode(cache: Cache) -> bool:
         found = model.generate(ids, **given, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
         return right in tokenizer.decode(found[0, ids.shape[1] :])
 
     if not isinstance(model, MoHLlamaForCausalLM):
-        return (decode(),) * 2
-    own, cache = decode(), model(text, use_cache=True, logits_to_keep=1).past_key_values
+        return (decode(cache),)
+    of_plan, of_question = decode(copy.deepcopy(cache)), copy.deepcopy(cache)
+    model(question[:, :-1], past_key_values=cache, logits_to_keep=1)
     with model.all_heads_active():
-        return own, decode(cache)
+        return of_plan, decode(of_question), decode(cache)
 
 
 def look(model: MoHLlamaForCausalLM, prompt: Prompt) -> Head:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import needles
@@ -27,7 +27,7 @@ def test_scores_are_those_of_a_whole_pass_and_heads_are_turned_on(make_llama, co
 
 
 def check(dense: PreTrainedModel, model: MoHLlamaForCausalLM, capsys: pytest.CaptureFixture) -> None:
-    ids = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(1))
     prompt = tuple(ids.split([48, 8, 4], 1))
     expected = dense(ids).logits.log_softmax(-1)[0, torch.arange(55, 59), ids[0, 56:]].sum().item()
     assert needles.score(dense, prompt).nats == pytest.approx(expected, abs=1e-5)
@@ -51,15 +51,24 @@ def check(dense: PreTrainedModel, model: MoHLlamaForCausalLM, capsys: pytest.Cap
     assert f"from the question on {for_answer:.3f}" in said
     assert re.search(rf"the best 16 of \d: {re.escape(f'{for_answer - own:+.3f}')}$", said, re.M)  # all that are off
 
-    read, given = prompt[:2], []
-    with model.all_heads_active():
-        for _ in range(3):  # the most likely tokens, each by a pass of its own
-            parts = [read[1], *given]
-            logits = model(torch.cat(parts, 1), past_key_values=copy.deepcopy(cache)).logits
-            given.append(logits[:, -1:].argmax(-1))
-    expected = torch.cat(given, 1)
-    tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids.tolist())), eos_token_id=0)
+    text, question = prompt[:2]
+    later = copy.deepcopy(cache)
+    model(question[:, :-1], past_key_values=later)
     own = model.generate(ids[:, :56], max_new_tokens=3, do_sample=False, pad_token_id=0)[:, 56:]
-    assert not torch.equal(own, expected)
-    assert needles.answers(model, (*read, own), tokenizer, 3) == (True, False)
-    assert needles.answers(model, (*read, expected), tokenizer, 3) == (False, True)
+    with model.all_heads_active():
+        ways = own, most_likely(model, question, cache), most_likely(model, question[:, -1:], later)
+    answers = [tuple(way[0].tolist()) for way in ways]
+    assert len({*answers}) == 3
+    tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids.tolist())), eos_token_id=0)
+    for way, answer in enumerate(ways):
+        found = needles.answers(model, (text, question, answer), tokenizer, 3)
+        assert found == tuple(other == way for other in range(3))
+
+
+def most_likely(model: MoHLlamaForCausalLM, begun: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """The three most likely next tokens `[1, 3]`, each by a pass of its own."""
+    given = [begun]
+    for _ in range(3):
+        logits = model(torch.cat(given, 1), past_key_values=copy.deepcopy(cache)).logits
+        given.append(logits[:, -1:].argmax(-1))
+    return torch.cat(given[1:], 1)
