@@ -77,6 +77,9 @@ def test_the_next_recipe_fits_the_context(
     convert.print_conversion(Conversion.parse(content, "record"), tmp_path)
     last = capsys.readouterr().out.splitlines()[-1]
     assert f" recipes/{recipe}.yaml " in last and last.endswith(f"--data.sequence_length {context}")
+    MoHLlamaConfig(router_type=router, head_fallback=fallback, num_active_heads=32).save_pretrained(tmp_path)
+    convert.print_conversion(Conversion.parse(content, "record"), tmp_path)
+    assert "every head is on" in (last := capsys.readouterr().out.splitlines()[-1]) and "next:" not in last
 
 
 def test_train_with_many_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

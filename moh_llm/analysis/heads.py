@@ -79,7 +79,7 @@ def watch(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch], take: Callab
         tokens += on[..., 0].numel() * (layer == 0)
         take(LayerPass(layer, on, args[0].unflatten(-1, (-1, head_dim))))
 
-    layers = [layer for layer in decoder.modules() if isinstance(getattr(layer, "router", None), MoHRouter)]
+    layers = [layer for layer in decoder.modules() if hasattr(getattr(layer, "router", None), "routed_groups")]
     with contextlib.ExitStack() as hooks:
         for number, layer in enumerate(layers):
             hooks.enter_context(layer.router.register_forward_hook(keep))

@@ -77,11 +77,11 @@ def print_conversion(record: "Conversion", output: Path) -> None:
         say("nothing was verified (--heldout-tokens 0)")
     routers = "smollm2_long" if plan.context >= LONG_CONTEXT else "routers"  # long sequences: fewer of them
     recipe = routers if config.router_type == "threshold" else "smollm2_recovery"
-    say(
-        f"{record.seconds:.1f} s on {record.device}, in {record.compute_dtype}; written to {output}",
-        f"next: moh-llm train recipes/{recipe}.yaml --model {shlex.quote(str(output))} "
-        f"--data.sequence_length {plan.context}",
-    )
+    further = f"next: moh-llm train recipes/{recipe}.yaml --model {shlex.quote(str(output))} "
+    further += f"--data.sequence_length {plan.context}"
+    if min(config.active_heads_per_layer) == heads:
+        further = "every head is on, as in the base; ask for fewer (--keys, --num-active-heads)"
+    say(f"{record.seconds:.1f} s on {record.device}, in {record.compute_dtype}; written to {output}", further)
 
 
 def _print_proof(proof: "Verification", heads: int) -> None:

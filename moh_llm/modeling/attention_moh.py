@@ -119,7 +119,7 @@ class MoHLlamaAttention(llama.LlamaAttention):
         """The fallbacks: values `[B, T, H, D]`, or distant tokens for local attention, or neither."""
         if self.fallback is None:
             return None, None
-        if isinstance(self.fallback, MoHLocalFallback):
+        if self.config.head_fallback == "local":
             return None, self.fallback(hidden_states, shard)
         return self.fallback(hidden_states, own_value, (seen.start == seen.last).all(-1), shard), None
 

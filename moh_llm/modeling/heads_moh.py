@@ -64,7 +64,8 @@ class RoutedModel:
             num_active_heads = [num_active_heads] * len(self.routers)
         top_k = [router.top_k_of(active) for router, active in zip(self.routers, num_active_heads, strict=True)]
         for router, active, k in zip(self.routers, num_active_heads, top_k, strict=True):
-            router.num_active, router.top_k = active, k
+            for own in (part for part in router.modules() if isinstance(part, MoHRouter)):  # PEFT may keep two
+                own.num_active, own.top_k = active, k
 
     @contextlib.contextmanager
     def all_heads_active(self) -> Iterator[None]:

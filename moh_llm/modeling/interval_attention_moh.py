@@ -134,19 +134,19 @@ def _log(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 def _of_all_queries(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scaling: float, dropout: float) -> Tensor:
     """Causal attention of each query to its whole document, `[B, T, H, D]`."""
     length, shared = query.shape[2], query.shape[1] // key.shape[1]
+    how: dict = {"dropout_p": dropout, "scale": scaling}
+    how["enable_gqa"] = True if shared > 1 else False  # noqa: SIM210 (the comparison may be symbolic)
     if seen.is_causal and length == key.shape[2]:
-        how = {"is_causal": True, "dropout_p": dropout, "scale": scaling, "enable_gqa": shared > 1}
-        return scaled_dot_product_attention(query, key, value, **how).transpose(1, 2)
+        return scaled_dot_product_attention(query, key, value, is_causal=True, **how).transpose(1, 2)
     if not query.is_cpu:  # GPU kernels with a mask do not support grouped heads
-        key, value = (states.repeat_interleave(shared, 1) for states in (key, value))
+        key, value, how["enable_gqa"] = *(states.repeat_interleave(shared, 1) for states in (key, value)), False
     outputs, places = [], torch.arange(key.shape[2], device=key.device)
     for begin in range(0, length, _ROWS):
         last, start = (tensor[:, begin : begin + _ROWS, 0, None] for tensor in (seen.last, seen.start))
         end = int(last.max()) + 1 if can_be_read(last) and last.is_cpu else len(places)
         mask = ((places[:end] <= last) & (places[:end] >= start)).unsqueeze(1)
         states = query[:, :, begin : begin + _ROWS], key[:, :, :end], value[:, :, :end]
-        how = {"attn_mask": mask, "dropout_p": dropout, "scale": scaling, "enable_gqa": query.is_cpu and shared > 1}
-        outputs.append(scaled_dot_product_attention(*states, **how))
+        outputs.append(scaled_dot_product_attention(*states, attn_mask=mask, **how))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 

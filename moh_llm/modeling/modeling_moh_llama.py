@@ -88,8 +88,7 @@ class MoHLlamaPreTrainedModel(RoutedModel, LlamaPreTrainedModel):
     @property
     def routers(self) -> list[MoHRouter]:
         """The routers, one per layer, first layer first."""
-        model = getattr(self, self.base_model_prefix, self)
-        return [layer.self_attn.router for layer in model.layers]
+        return [layer.self_attn.router for layer in getattr(self, self.base_model_prefix, self).layers]
 
     def set_gate_gradient(self, kind: str) -> None:
         """Set how the gate's gradient <dO, H - S> is computed, of a head's output H and its fallback S.

@@ -178,3 +178,14 @@ def check_compiled(moh, ids: torch.Tensor, backend: str) -> None:
 def test_a_prefill_and_a_step_compile_as_one_graph(make_pair, ids, name):
     _, moh = make_pair(**PLANS[name])
     check_compiled(moh, ids, "aot_eager")
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_step_compiles_as_one_graph_for_all_sizes(make_pair, ids):
+    _, moh = make_pair(**PLANS["local, start"])
+    expected, cache = moh(ids, use_cache=False).logits, StaticCache(moh.config, max_cache_len=30)
+    moh(ids[:, :-1], past_key_values=cache)
+    compiled = torch.compile(moh, fullgraph=True, backend="eager", dynamic=True)
+    got = compiled(ids[:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(got, expected[:, -1:], atol=1e-4, rtol=1e-4)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from moh_llm.analysis.heads import heads_on
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
 
 PLAN = {"num_shared_heads": 1, "num_active_heads": 2, "shared_heads": [[2], [1]], "router_type": "linear"}
@@ -45,6 +46,28 @@ def test_sequence_classification_scores_the_last_token_that_is_no_padding(folder
     again = AutoModelForSequenceClassification.from_pretrained(folder.parent / "classifier").eval()
     with torch.no_grad():
         assert torch.equal(again(ids).logits, logits)
+
+
+@pytest.mark.parametrize("fallback", [{}, {"head_fallback": "local", "local_window": 2, "local_sinks": 1}])
+def test_the_budget_of_heads_is_of_routers_that_an_adapter_trains(make_pair, ids, fallback):
+    from peft import LoraConfig, get_peft_model
+
+    dense, moh = make_pair(**PLAN | fallback)
+    whole, found, on = moh(ids).logits, dense(ids).logits, heads_on(moh, ids)
+    assert not torch.allclose(whole, found, atol=1e-2)
+    adapted = get_peft_model(moh, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["router", "fallback"]))
+    adapted.eval()
+    torch.testing.assert_close(adapted(ids).logits, whole)
+    assert torch.equal(heads_on(moh, ids), on)
+    with adapted.all_heads_active():
+        torch.testing.assert_close(adapted(ids).logits, found)
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    trained = {
+        name.split(".modules_to_save")[0].split(".")[-1]
+        for name, weight in adapted.named_parameters()
+        if weight.grad is not None and "modules_to_save" in name
+    }
+    assert trained == {"router", "fallback"}
 
 
 def test_four_bits_leave_routing_whole_and_train_with_adapters(folder, ids):
