@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from command import add_compute_dtype, device_and_dtype, load_models, status_of
+from held_out import texts_of
 from long_context import hidden_and_gates, keys_read, ratio
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from moh_llm.data.chat import ChatText, read_chat
-from moh_llm.data.mixture import mixture_from_files
-from moh_llm.data.records import source_documents
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.errors import UserError
 from moh_llm.intervals import show_figure
@@ -91,8 +90,7 @@ def read(
 
 def conversations(texts: Sequence[str], tokenizer: TextTokenizer, count: int) -> list[list[torch.Tensor]]:
     """`count` conversations as `conversation` returns them. Raises UserError where there are too few questions."""
-    sources = [source for name in texts for source in mixture_from_files([name]).sources]
-    documents = [text for source in sources for _, text in source_documents(source) if text.startswith("Q: ")]
+    documents = [text for name in texts for _, text in texts_of(name) if text.startswith("Q: ")]
     split = [re.split(r"\n\s*A: ", text[3:]) for text in documents]
     pairs = [(question.strip(), min(answers, key=len).strip()) for question, *answers in split if answers]
     pairs = [pair for pair in pairs if len(tokenizer.backend.encode(" ".join(pair))) <= MOST]

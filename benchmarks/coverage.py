@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from command import add_compute_dtype, device_and_dtype, load_models, status_of
-from held_out import BATCH, WINDOW, documents
+from held_out import BATCH, WINDOW, encode, texts_of
 from transformers import AutoTokenizer
 
 from moh_llm.data.shards import TokenizedSource, TokenStream
@@ -64,7 +64,7 @@ def cover_documents(args: argparse.Namespace) -> None:
     length = min(WINDOW, base.config.max_position_embeddings)
     populations: dict[tuple[str, str], np.ndarray] = {}
     for text in args.text:
-        stream = TokenStream.from_documents(list(itertools.islice(documents(text, tokenizer), args.documents)))
+        stream = TokenStream.from_documents(list(encode(itertools.islice(texts_of(text), args.documents), tokenizer)))
         batches = validation_batches([TokenizedSource(text, 1.0, stream, stream)], length, len(stream), BATCH)
         found = compare_to_reference({name: logits_of(m) for name, m in models.items()}, logits_of(base), batches)
         populations |= {(Path(text).parent.name or text, name): each.sums for name, each in found.items()}

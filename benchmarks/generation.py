@@ -15,7 +15,7 @@ import sys
 import numpy as np
 import torch
 from command import add_compute_dtype, device_and_dtype, load_models, status_of
-from held_out import documents
+from held_out import encode, texts_of
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
 
 def read_prompts(name: str, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """The first tokens `[N, T]` of the first documents that have as many. Raises UserError where none has."""
-    found = (ids[: args.prompt_tokens] for ids in documents(name, tokenizer) if len(ids) >= args.prompt_tokens)
+    found = (ids[: args.prompt_tokens] for ids in encode(texts_of(name), tokenizer) if len(ids) >= args.prompt_tokens)
     rows = [torch.from_numpy(ids.astype(np.int64)) for _, ids in zip(range(args.documents), found, strict=False)]
     if not rows:
         raise UserError(f"{name} has no document of {args.prompt_tokens} tokens; lower --prompt-tokens")

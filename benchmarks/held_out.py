@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from moh_llm.data.mixture import mixture_from_arguments, mixture_from_files
+from moh_llm.data.mixture import mixture_from_files
 from moh_llm.data.records import source_documents
-from moh_llm.data.sample import sample_mixture
-from moh_llm.data.shards import TokenStream
+from moh_llm.data.shards import TokenizedSource, TokenStream
 from moh_llm.data.tokenizer import TextTokenizer
 from moh_llm.data.windows import fixed_batches
 from moh_llm.errors import UserError
@@ -45,27 +44,28 @@ def read_texts(
     """
     if args.last and args.documents is None:
         raise UserError("--last takes the last of how many? Give --documents, too")
-    return {name: _read(name, args, tokenizer, length, batch_size) for name in names}
+    found = {}
+    for name in names:
+        texts: Iterable[tuple[str, str]] = texts_of(name)
+        if args.documents is not None:
+            texts = deque(texts, args.documents) if args.last else itertools.islice(texts, args.documents)
+        pieces = [ids[: args.tokens_per_document] for ids in encode(texts, tokenizer)]
+        stream = TokenStream.from_documents(pieces)
+        if len(stream) < length:
+            raise UserError(f"{name}: {len(pieces)} documents were chosen, {len(stream)} tokens, fewer than {length}")
+        found[name] = fixed_batches([stream], [1.0], length, len(stream), batch_size)
+    return found
 
 
-def documents(name: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
-    """Token ids of each document of a text file or glob."""
+def texts_of(name: str) -> Iterator[tuple[str, str]]:
+    """The group and the text of each document of a text file or glob."""
     (source,) = mixture_from_files([name]).sources
-    return (ids for _, ids, _ in TextTokenizer.from_tokenizer(tokenizer).encode(source_documents(source)))
+    return source_documents(source)
 
 
-def _read(
-    name: str, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, length: int, batch_size: int
-) -> list[Batch]:
-    (source,) = mixture_from_files([name]).sources
-    texts: Iterable[tuple[str, str]] = source_documents(source)
-    if args.documents is not None:
-        texts = deque(texts, args.documents) if args.last else itertools.islice(texts, args.documents)
-    pieces = [ids[: args.tokens_per_document] for _, ids, _ in TextTokenizer.from_tokenizer(tokenizer).encode(texts)]
-    stream = TokenStream.from_documents(pieces)
-    if len(stream) < length:
-        raise UserError(f"{name}: {len(pieces)} documents were chosen, {len(stream)} tokens, fewer than {length}")
-    return fixed_batches([stream], [1.0], length, len(stream), batch_size)
+def encode(texts: Iterable[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+    """Token ids of each of these documents."""
+    return (ids for _, ids, _ in TextTokenizer.from_tokenizer(tokenizer).encode(texts))
 
 
 def hash_batches(batches: Sequence[Batch]) -> str:
@@ -81,51 +81,32 @@ class NGrams:
     """
 
     def __init__(self, parts: Iterable[Numbered]):
-        hashes = [_hashes(ids)[_within(documents)] for ids, documents in parts]
-        self.known = np.unique(np.concatenate(hashes)) if hashes else np.zeros(0, dtype=np.uint64)
+        self.known = np.unique(np.concatenate([_hashes(*part) for part in parts]))
 
     def overlap(self, ids: np.ndarray, documents: np.ndarray) -> float:
         """The share of another text's n-grams that these hold."""
-        hashes = _hashes(ids)[_within(documents)]
+        hashes = _hashes(ids, documents)
         return float(np.isin(hashes, self.known).mean()) if len(hashes) else 0.0
 
 
-def ngrams_of(arguments: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> NGrams:
-    """The n-grams that tuning may read of text files or a mixture: all of its training part."""
-    sources = sample_mixture(mixture_from_arguments(arguments), tokenizer)
-    return NGrams(numbered(source.train) for source in sources)
+def training_ngrams(sources: Iterable[TokenizedSource]) -> NGrams:
+    """The n-grams of the sources' training part, which is all that tuning may read."""
+    parts = []
+    for stream in (source.train for source in sources):
+        ids, begins = stream.read(0, len(stream))
+        first = np.zeros(len(ids), dtype=np.int64)
+        first[begins] = 1
+        parts.append((ids, np.cumsum(first)))
+    return NGrams(parts)
 
 
-def ngrams_of_batches(batches: Sequence[Batch]) -> NGrams:
-    """The n-grams of what was read as these batches."""
-    return NGrams([_numbered(batches)])
-
-
-def overlap(batches: Sequence[Batch], read: NGrams) -> float:
-    """The share of the n-grams of the held-out `batches` that lies in what was `read`."""
-    return read.overlap(*_numbered(batches))
-
-
-def numbered(stream: TokenStream) -> Numbered:
-    """All tokens of a stream, with the numbers of their documents."""
-    ids, begins = stream.read(0, len(stream))
-    first = np.zeros(len(ids), dtype=np.int64)
-    first[begins] = 1
-    return ids, np.cumsum(first)
-
-
-def _numbered(batches: Sequence[Batch]) -> Numbered:
+def numbered(batches: Sequence[Batch]) -> Numbered:
+    """All tokens of some batches, with the numbers of their documents."""
     return tuple(np.concatenate([b[key].flatten().numpy() for b in batches]) for key in ("input_ids", "documents"))
 
 
-def _within(documents: np.ndarray) -> np.ndarray:
-    """Which n-grams, by the positions at which they start, lie in one document."""
-    count = max(0, len(documents) - NGRAM + 1)
-    return documents[:count] == documents[len(documents) - count :]
-
-
-def _hashes(ids: np.ndarray) -> np.ndarray:
-    """A hash of each n-gram by its start: a polynomial of scattered ids, modulo 2^64."""
+def _hashes(ids: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """A hash of each n-gram that lies in one document: a polynomial of scattered ids, modulo 2^64."""
     scattered = (ids.astype(np.uint64) + np.uint64(1)) * _MIX
     scattered ^= scattered >> np.uint64(31)
     count = max(0, len(ids) - NGRAM + 1)
@@ -133,4 +114,4 @@ def _hashes(ids: np.ndarray) -> np.ndarray:
     for offset in range(NGRAM if count else 0):
         found = found * _STEP + scattered[offset : offset + count]
         found ^= found >> np.uint64(29)
-    return found
+    return found[documents[:count] == documents[len(documents) - count :]]

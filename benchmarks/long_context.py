@@ -30,13 +30,12 @@ import numpy as np
 import torch
 from baselines.pressed import press_of, read_pressed, read_pressed_groups
 from command import add_compute_dtype, cache_bytes, device_and_dtype, kind_of_device, load_models, status_of
+from held_out import texts_of
 from tqdm import tqdm
 from transformers import AutoTokenizer, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from moh_llm import MoHCache
 from moh_llm.analysis.retrieval import make_prompt, score
-from moh_llm.data.mixture import mixture_from_files
-from moh_llm.data.records import source_documents
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.flops import forward_flops
@@ -140,8 +139,7 @@ def long_documents(
     """
 
     def of(name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        (source,) = mixture_from_files([name]).sources
-        for _, text in source_documents(source):
+        for _, text in texts_of(name):
             if len(text) > length:  # a token is a character at least
                 ids = tokenizer(text[: 16 * length], truncation=True, max_length=length)["input_ids"]
                 if len(ids) == length:

@@ -22,6 +22,8 @@ from command import add_compute_dtype, device_and_dtype, load_models, status_of
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from moh_llm.data.mixture import mixture_from_arguments
+from moh_llm.data.sample import sample_mixture
 from moh_llm.devices import name_device
 from moh_llm.files import write_json
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_documents, show_figure
@@ -48,7 +50,8 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     length = min(held_out.WINDOW, base.config.max_position_embeddings)
     texts = held_out.read_texts(args.text, args, tokenizer, length, held_out.BATCH)
-    read = held_out.ngrams_of(args.overlap_with, tokenizer) if args.overlap_with else None
+    if args.overlap_with:
+        read = held_out.training_ngrams(sample_mixture(mixture_from_arguments(args.overlap_with), tokenizer))
     candidates = {name: logits_of(model) for name, model in models.items()}
     candidates["paper's layer"] = by_paper_plan(models[args.models[0]])
     found: dict[str, dict[str, Comparison]] = {}
@@ -57,8 +60,8 @@ def run(args: argparse.Namespace) -> None:
             candidates, logits_of(base), tqdm(batches, desc=Path(text).name, unit="batch", leave=False)
         )
         first = found[text][args.models[0]]
-        overlap = f", {held_out.overlap(batches, read):.2%} of 13-grams read" if read else ""
-        print(f"\n{text}: {show_documents(first.documents)}, {first.tokens} tokens{overlap}; ", end="")
+        share = f", {read.overlap(*held_out.numbered(batches)):.2%} of 13-grams read" if args.overlap_with else ""
+        print(f"\n{text}: {show_documents(first.documents)}, {first.tokens} tokens{share}; ", end="")
         print(f"base perplexity {first.reference_perplexity:.2f}")
         for name, own in found[text].items():
             show(name, own.figures())

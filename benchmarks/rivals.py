@@ -166,8 +166,8 @@ def run(args: argparse.Namespace) -> None:
         text = held_out.hash_batches(batches)
         if found["calibration"].setdefault(str(seed), text) != text:
             raise UserError(f"{path} holds figures of another calibration text; name another folder")
-        read = held_out.ngrams_of_batches(batches)
-        shares = ", ".join(f"{held_out.overlap(own, read):.2%} of {name}" for name, own in texts.items())
+        read = held_out.NGrams([held_out.numbered(batches)])
+        shares = ", ".join(f"{read.overlap(*held_out.numbered(own)):.2%} of {name}" for name, own in texts.items())
         print(f"seed {seed}: of 13-grams the calibration text holds {shares}", flush=True)
         figures = found["seeds"].setdefault(str(seed), {})  # of each text the sums over its documents, by label
         missing = [name for name in texts if name not in figures]

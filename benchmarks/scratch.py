@@ -315,7 +315,7 @@ def opened(
         if differ := [name for name in settings if record["settings"].get(name) != settings[name]]:
             raise UserError(f"{path} is of another {', '.join(differ)}; name another --output-dir, or give the same")
         return record
-    read = held_out.NGrams(held_out.numbered(source.train) for source in sources)
+    read = held_out.training_ngrams(sources)
     documents = torch.cat([batch["documents"][:, 1:][batch["labels"][:, 1:] != -100] for batch in batches])
     return {
         "settings": settings,
@@ -323,7 +323,7 @@ def opened(
         | {"transformers": transformers.__version__},
         "held_out": {
             "tokens_of_documents": documents.unique(return_counts=True)[1].tolist(),
-            "overlap": {"ngram": held_out.NGRAM, "shared": held_out.overlap(batches, read)},
+            "overlap": {"ngram": held_out.NGRAM, "shared": read.overlap(*held_out.numbered(batches))},
         },
     } | {part: {} for part in ("methods", "planned", "runs", "tables")}
 
