@@ -20,7 +20,7 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,19 +160,15 @@ def table(found: dict[str, dict[str, Items]], benchmarks: Sequence[Benchmark]) -
     above = [name for name in everything if ends(margin(found["base"][name], draws[name]))[0] > 0]
 
     def row(name: str, label: str, names: Sequence[str], ranked: Sequence[str], has_share: bool) -> dict[str, Any]:
-        """Means over `names`, of margins over `ranked`."""
-
-        def over(value: Callable[[Items, Items, np.ndarray], np.ndarray], names: Sequence[str] = names) -> np.ndarray:
-            return np.mean([value(found["base"][n], found[label][n], draws[n]) for n in names], axis=0)
-
-        own = figures(
-            over(lambda base, own, w: mean(own.right, w)),
-            over(lambda base, own, w: margin(own, w), ranked),
-            over(lambda base, own, w: margin(base, w), ranked),
-            over(lambda base, own, w: mean(own.gold - base.gold, w)),
-            has_share=has_share,
-        )
-        return {"benchmark": name, "model": label, "items": sum(len(found[label][n].right) for n in names)} | own
+        """Figures with their intervals, shares and accuracies in percent: means over `names`, margins over `ranked`."""
+        base, own = found["base"], found[label]
+        margins, of_base = (np.mean([margin(of[n], draws[n]) for n in ranked], axis=0) for of in (own, base))
+        values = {"accuracy": 100 * np.mean([draws[n] @ own[n].right for n in names], axis=0), "margin": 100 * margins}
+        values["nats"] = np.mean([draws[n] @ (own[n].gold - base[n].gold) for n in names], axis=0)
+        if has_share:
+            values["kept"] = 100 * margins / of_base
+        shown = {key: {"value": float(each[0]), "interval": ends(each)} for key, each in values.items()}
+        return {"benchmark": name, "model": label, "items": sum(len(own[n].right) for n in names)} | shown
 
     rows = [row(name, label, [name], [name], name in above) for name in everything for label in found]
     mean_of = f"mean of {len(everything)}, {len(above)} above chance"
@@ -185,29 +181,14 @@ def draw(count: int, seed: int) -> np.ndarray:
     return np.concatenate([np.ones((1, count)), drawn]) / count
 
 
-def mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Mean of values `[N]` over the items and each resample `[1 + R]`."""
-    return weights @ values
-
-
 def margin(items: Items, weights: np.ndarray) -> np.ndarray:
-    """Margin over chance, likewise."""
-    return mean(items.right - items.chance, weights)
+    """Mean margin over chance of the items and of each resample, `[1 + R]`."""
+    return weights @ (items.right - items.chance)
 
 
 def ends(values: np.ndarray) -> list[float]:
     """95 % interval of a figure `[1 + R]`."""
     return np.percentile(values[1:], (2.5, 97.5)).tolist()
-
-
-def figures(
-    accuracy: np.ndarray, own: np.ndarray, base: np.ndarray, nats: np.ndarray, has_share: bool
-) -> dict[str, Any]:
-    """A row's figures with their intervals; `own` and `base` are margins. Shares and accuracies are in percent."""
-    row = {"accuracy": 100 * accuracy, "margin": 100 * own, "nats": nats}
-    if has_share:
-        row["kept"] = 100 * own / base
-    return {key: {"value": float(values[0]), "interval": ends(values)} for key, values in row.items()}
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:

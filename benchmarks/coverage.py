@@ -15,7 +15,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -114,18 +114,13 @@ def cover_items(args: argparse.Namespace) -> None:
     print("| items | differ | difference: 1.96 errors | printed | share: 1.96 errors | printed |")
     print("|---|---|---|---|---|---|")
     for items, differing in itertools.product(ITEMS, DIFFERING):
-        found = [cover_scores(items, base, differing, lost, args.draws) for base, lost in settings(differing)]
-        least = {key: min(one[key] for one in found if not math.isnan(one[key])) for key in found[0]}
-        print(
-            f"| {items} | {differing:.0%} | " + " | ".join(f"{100 * v:.1f}" for v in least.values()) + " |", flush=True
-        )
-
-
-def settings(differing: float) -> Iterator[tuple[float, float]]:
-    """Scores of a base, and the share of the differing items that the model loses, that are possible together."""
-    for base, lost in itertools.product(BASES, LOST):
-        if differing * lost <= base + 1e-9 and base + differing * (1 - lost) <= 1:
-            yield base, lost
+        found = [
+            cover_scores(items, base, differing, lost, args.draws)
+            for base, lost in itertools.product(BASES, LOST)
+            if differing * lost <= base + 1e-9 and base + differing * (1 - lost) <= 1  # what is possible together
+        ]
+        least = [min(one[key] for one in found if not math.isnan(one[key])) for key in found[0]]
+        print(f"| {items} | {differing:.0%} | {' | '.join(f'{100 * share:.1f}' for share in least)} |", flush=True)
 
 
 def cover_scores(items: int, base: float, differing: float, lost: float, draws: int) -> dict[str, float]:

@@ -98,20 +98,12 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--routers {' '.join(STREAMING)}: streaming heads have local fallbacks; drop --fallback")
     base = open_base(args.base)
     windows = args.windows or [PlanOptions(context=args.context).window]
-    plans = {
-        f"{share:g}-{router}-{granularity}-{window}": (StreamingPlan if router in STREAMING else PlanOptions)(
-            keys=share,
-            router="none" if router in STREAMING else router,
-            fallback=args.fallback,
-            local_window=window,
-            local_start=args.local_start,
-            context=args.context,
-            routing_granularity=granularity,
-        )
-        for share, router, granularity, window in itertools.product(
-            args.keys, args.routers, args.granularities, windows
-        )
-    }
+    same = {"fallback": args.fallback, "local_start": args.local_start, "context": args.context}
+    plans: dict[str, PlanOptions] = {}
+    for keys, name, granularity, window in itertools.product(args.keys, args.routers, args.granularities, windows):
+        kind, router = (StreamingPlan, "none") if name in STREAMING else (PlanOptions, name)
+        own = {"keys": keys, "router": router, "local_window": window, "routing_granularity": granularity}
+        plans[f"{keys:g}-{name}-{granularity}-{window}"] = kind(**same, **own)
     for name, plan in plans.items():
         shared_and_active(plan, base.config)
         check_output_folder(args.output_dir / name, overwrite=False, reads=[args.base])

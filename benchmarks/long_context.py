@@ -269,18 +269,15 @@ def print_positions(rows: Sequence[dict[str, Any]], names: Sequence[str], contex
         for part in found[0]["sums"]:
             figures = Comparison(np.array([row["sums"][part] for row in found]))
             low = HEADLINE if part == "headline" else int(part)
-            high = min([edge for edge in EDGES if edge > low] + [context]) if part != "headline" else context
+            high = min([edge for edge in EDGES if edge > low] + [context])
+            positions = f"from {low} on" if part == "headline" else f"{low}-{high - 1}"
             share = ""
             if part in ("headline", "0"):
-                read = [row["keys"]["from 0" if part == "0" else f"from {HEADLINE}"] for row in found]
+                read = [row["keys"][f"from {low}"] for row in found]
                 share = f"{np.mean(read):.3f} ({min(read):.3f}-{max(read):.3f})"
-            print(
-                f"{Path(name).name[-24:]:<24} {heads_on:>27} "
-                f"{share:>26} "
-                f"{f'{low}-{high - 1}' if part != 'headline' else f'from {low} on':>14} "
-                f"{show_figure(figures.perplexity_ratio, figures.ratio_interval, '.4f'):>28} "
-                f"{show_figure(figures.kl, figures.kl_interval, '.4f'):>28}"
-            )
+            times = show_figure(figures.perplexity_ratio, figures.ratio_interval, ".4f")
+            kl = show_figure(figures.kl, figures.kl_interval, ".4f")
+            print(f"{Path(name).name[-24:]:<24} {heads_on:>27} {share:>26} {positions:>14} {times:>28} {kl:>28}")
 
 
 def print_retrieval(

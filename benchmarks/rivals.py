@@ -197,7 +197,7 @@ def fit_methods(
     """Config, router's class and tensors of each method at each budget, by label; `scratch` holds hidden states."""
     fitted = dict.fromkeys(fitted_name(name) for name in names)
     methods = {
-        label_of(name, budget): method_of(name, budget, dense.config.num_attention_heads)
+        f"{name}/{budget}": method_of(name, budget, dense.config.num_attention_heads)
         for budget in budgets
         for name in fitted
     }
@@ -263,13 +263,8 @@ def open_candidates(
         model.to(dense.device).eval()
         for wanted in names:
             if fitted_name(wanted) == name:
-                candidates[label_of(wanted, budget)] = by_oracle(model) if wanted != name else logits_of(model)
+                candidates[f"{wanted}/{budget}"] = by_oracle(model) if wanted != name else logits_of(model)
     return candidates
-
-
-def label_of(name: str, budget: float | str) -> str:
-    """The key of a method at a budget."""
-    return f"{name}/{budget}"
 
 
 def fitted_name(name: str) -> str:
@@ -284,26 +279,20 @@ def print_table(of_seeds: list[dict[str, Any]], names: list[str], heads: int, te
     print(f"{', '.join(texts)}: {sum(map(len, one))} documents, {int(sum(sums[:, 0].sum() for sums in one))} tokens")
     print("| heads | method | KL | x base | seeds | less ours |\n|---|---|---|---|---|---|")
     order = sorted(labels, key=lambda label: (-float(label.split("/")[1]), names.index(label.split("/")[0])))
-
-    def sums_by_seed(label: str) -> list[list[np.ndarray]]:
-        return [[np.array(seed[text][label]) for text in texts] for seed in of_seeds]
-
-    def over_seeds(by_seed: list[list[np.ndarray]]) -> list[np.ndarray]:
-        return [np.mean(own, axis=0) for own in zip(*by_seed, strict=True)]  # documents are the same for all seeds
+    # Documents are the same for all seeds.
+    means = {label: [np.mean([seed[text][label] for seed in of_seeds], axis=0) for text in texts] for label in labels}
 
     def figure_of(own: list[np.ndarray], figure: Callable[[np.ndarray], np.ndarray]) -> str:
         return show_figure(np.mean([figure(sums.sum(0)[None])[0] for sums in own]), interval(own, figure), ".4f")
 
     for label in order:
-        by_seed = sums_by_seed(label)
-        mean = over_seeds(by_seed)
-        spread = [np.mean([kls(sums.sum(0)[None])[0] for sums in own]) for own in by_seed]
+        spread = [np.mean([kls(np.sum(seed[text][label], 0)[None])[0] for text in texts]) for seed in of_seeds]
         name, budget = label.split("/")
         less = "not scored"
-        if (ours := label_of("ours", budget)) in labels:
-            both = [np.hstack(pair) for pair in zip(mean, over_seeds(sums_by_seed(ours)), strict=True)]
+        if (ours := f"ours/{budget}") in labels:
+            both = [np.hstack(pair) for pair in zip(means[label], means[ours], strict=True)]
             less = "" if label == ours else figure_of(both, kl_differences)
-        kl, ratio = figure_of(mean, kls), figure_of(mean, perplexity_ratios)
+        kl, ratio = figure_of(means[label], kls), figure_of(means[label], perplexity_ratios)
         seeds_kl = f"{min(spread):.4f} to {max(spread):.4f}"
         print(f"| {float(budget) / heads:.3f} | {name} | {kl} | {ratio} | {seeds_kl} | {less} |")
 
