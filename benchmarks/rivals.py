@@ -37,8 +37,7 @@ import numpy as np
 import torch
 import transformers
 from accelerate import init_empty_weights
-from baselines.oracle import by_oracle
-from baselines.routers import RandomRouter, RouterFitter, TopKLabelRouter
+from baselines.routers import RandomRouter, RouterFitter, TopKLabelRouter, by_oracle
 from command import add_compute_dtype, device_and_dtype, keep_settings, kind_of_device, load_dense, status_of
 from local_plans import calibration_part, fit_plans
 from tqdm import tqdm

@@ -43,10 +43,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from baselines.layers import BaselineAttention, BaselineForCausalLM
-from baselines.moa import MoAAttention
-from baselines.static import StaticAttention
-from baselines.switchhead import SwitchHeadAttention
+from baselines.attention import (
+    BaselineAttention,
+    BaselineForCausalLM,
+    MoAAttention,
+    StaticAttention,
+    SwitchHeadAttention,
+)
 from command import keep_settings, status_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm

@@ -1,7 +1,6 @@
-"""Attention of other papers, to be trained beside MoH by `benchmarks/scratch.py`; nothing of it is in the package.
+"""Methods of other papers, to be measured beside MoH; nothing of it is in the package.
 
-Each module has one attention layer, which takes the place of LLaMA's: `moa`, `switchhead`, `static`.
-`layers` has what they share. They train and score whole sequences: there is no cache. Projections of experts that a
-token does not select are computed and left out; `multiply_adds` counts what a token needs. `images` has parts of vision
-transformers, for `benchmarks/vision.py`.
+`attention`: layers that `scratch.py` trains in the place of LLaMA's. `routers`: routers in place of a conversion's, for
+`rivals.py` and `perplexity.py`. `streaming`, `duo` and `retrieval_heads`: ways to choose streaming heads, for
+`local_plans.py`. `pressed`: compressed caches, for `long_context.py`. `images`: parts of vision transformers.
 """

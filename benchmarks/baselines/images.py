@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moh_llm.modeling.routing_moh import MoHLinear, MoHRouter, select_top_k, straight_through
 from moh_llm.vision.modeling_moh_vit import MoHViTForImageClassification
 
-from .layers import switch_loss
+from .attention import switch_loss
 
 
 def attend_to_fewer_keys(model: MoHViTForImageClassification, share: float) -> None:

@@ -1,12 +1,13 @@
 """Routers of other methods in place of a conversion's: what they score heads by, and fallbacks fitted to their choices.
 
 All of them pick the Top-K of their scores, so that budgets and fallbacks can be those of a conversion. `MoHRouter` with
-`router_type="query_norm"` is the MoH paper's (arXiv 2410.11842, Eq. 9), and `by_paper_plan` its whole layer.
+`router_type="query_norm"` is the MoH paper's (arXiv 2410.11842, Eq. 9), and `by_paper_plan` its whole layer. The oracle
+keeps for each token the heads whose fallbacks would change the layer's output most.
 """
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from moh_llm.conversion.fit import LayerFitter, LayerSample, RoutingFit
 from moh_llm.metrics import Batch, LogitsOf, logits_of
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
+from moh_llm.modeling.attention_moh import MoHLlamaAttention
 from moh_llm.modeling.routing_moh import HeadShard, select_top_k
 
 WIDTH = 128  # of the hidden layer
@@ -149,3 +151,55 @@ def routed_as(model: MoHLlamaForCausalLM, config: MoHLlamaConfig, kind: type[MoH
         model.config.head_fallback = kind_of_fallback
         for attention, (router, fallback) in zip(attentions, own, strict=True):
             attention.router, attention.fallback = router, fallback
+
+
+def by_oracle(model: MoHLlamaForCausalLM) -> LogitsOf:
+    """The logits of the model with a perfect router in place of its own, and with its budgets and fallbacks."""
+
+    def run(batch: Batch) -> torch.Tensor:
+        with ExitStack() as hooks:
+            for layer in model.model.layers:
+                _choose_best(layer.self_attn, hooks)
+            with routed_as(model, model.config, _AllOn):
+                return logits_of(model)(batch)
+
+    return run
+
+
+def _choose_best(attention: MoHLlamaAttention, hooks: ExitStack) -> None:
+    """Let each token drop the groups whose replacement by their fallbacks changes the output least."""
+    router, fallback, state = attention.router, attention.fallback, {}
+
+    def keep(module, args, kwargs):
+        state["inputs"], seen = kwargs["hidden_states"], kwargs["seen"]
+        state["first"] = (seen.start == seen.last).all(-1)
+
+    def keep_values(module, args, output):
+        state["values"] = output.unflatten(-1, (-1, attention.head_dim))
+
+    def drop(module, args):
+        heads = args[0].unflatten(-1, (-1, attention.head_dim))
+        instead = torch.zeros_like(heads)
+        if fallback is not None:
+            instead = fallback(state["inputs"], state["values"], state["first"], None)
+        width = router.group_size * attention.head_dim
+        slices = module.weight.unflatten(-1, (-1, width)).float()
+        gram = torch.einsum("cud,cue->ude", slices, slices)
+        residual = (heads - instead).float().flatten(-2).unflatten(-1, (-1, width))
+        cost = torch.einsum("...ud,ude,...ue->...u", residual, gram, residual)
+        cost[..., [head // router.group_size for head in router.kinds()[0]]] = torch.inf
+        gate = select_top_k(cost, router.num_active // router.group_size).to(heads.dtype)
+        gate = gate.repeat_interleave(router.group_size, -1)[..., None]
+        return ((heads * gate + instead * (1 - gate)).flatten(-2),)
+
+    hooks.enter_context(attention.register_forward_pre_hook(keep, with_kwargs=True))
+    hooks.enter_context(attention.v_proj.register_forward_hook(keep_values))
+    hooks.enter_context(attention.o_proj.register_forward_pre_hook(drop))
+
+
+class _AllOn(MoHRouter):
+    """A gate of ones, so that the oracle's hook sees every head's output."""
+
+    def forward(self, hidden_states, query_states, all_on=False, shard=None):
+        gate = hidden_states.new_ones(*hidden_states.shape[:-1], self.num_shared + self.num_routed)
+        return gate[..., self.num_shared :], gate

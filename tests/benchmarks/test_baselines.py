@@ -14,10 +14,13 @@ from transformers import LlamaConfig
 from tests.benchmarks import naive_baselines as naive
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from baselines.layers import BaselineAttention, BaselineForCausalLM
-from baselines.moa import MoAAttention
-from baselines.static import StaticAttention
-from baselines.switchhead import SwitchHeadAttention
+from baselines.attention import (
+    BaselineAttention,
+    BaselineForCausalLM,
+    MoAAttention,
+    StaticAttention,
+    SwitchHeadAttention,
+)
 
 ROWS, TOKENS, THETA, SIZE = 2, 7, 10_000.0, 6
 
