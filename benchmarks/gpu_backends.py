@@ -34,11 +34,8 @@ class Call(NamedTuple):
         scaling = query.shape[-1] ** -0.5
         return attention.Call(query, key, value, self.first, self.seen, scaling, (score, distant), kinds=self.kinds)
 
-    def attend(self, backend: Callable[[attention.Call], torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        return backend(self.arguments(*inputs))
-
-    def run(self, backend: Callable[..., torch.Tensor], gradients: bool) -> Run:
-        return pass_of(functools.partial(self.attend, backend), self.inputs, gradients)
+    def run(self, backend: Callable[[attention.Call], torch.Tensor], gradients: bool) -> Run:
+        return pass_of(lambda *inputs: backend(self.arguments(*inputs)), self.inputs, gradients)
 
 
 def split_heads(shape: Shape, always: float, never: float) -> Kinds:

@@ -167,13 +167,13 @@ def fit_plans(
 ) -> dict[str, dict[int, RoutingFit]]:
     """The fits of one layer by each plan; plans that differ in their budget alone share them."""
     fitted: dict[Any, dict[int, RoutingFit]] = {}
-    keys = {}
+    found = {}
     for name, plan in plans.items():
-        without_budget = dataclasses.replace(plan, num_active_heads=None, keys=None)
-        keys[name] = without_budget, tuple(drops_to_fit(plan, config))
-        if keys[name] not in fitted:
-            fitted[keys[name]] = fit_layer(plan, config, make(plan, config, sample))
-    return {name: fitted[key] for name, key in keys.items()}
+        key = dataclasses.replace(plan, num_active_heads=None, keys=None), tuple(drops_to_fit(plan, config))
+        if key not in fitted:
+            fitted[key] = fit_layer(plan, config, make(plan, config, sample))
+        found[name] = fitted[key]
+    return found
 
 
 if __name__ == "__main__":

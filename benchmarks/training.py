@@ -17,10 +17,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from command import now
 
 from moh_llm.attention import choose_for
@@ -42,8 +40,7 @@ FALLBACKS = {
     "fixed": {"num_shared_heads": 5, "num_active_heads": 5, "router_type": "none", "head_fallback": "local"},
 }
 SPAWN = multiprocessing.get_context("spawn")
-Step = Callable[[], None]
-step: Step  # of a peer's process
+step: Callable[[], None]  # of a peer's process
 
 
 def main() -> int:
@@ -56,20 +53,15 @@ def main() -> int:
     args = parser.parse_args()
     device = choose_device()
     with tempfile.TemporaryDirectory() as scratch:
-        config = decide_precision(recipe(args, Path(scratch)))
+        data = DataConfig(sequence_length=args.length, batch_size=args.blocks, micro_batch_size=args.blocks)
+        more = {"data": data, "objective": ObjectiveConfig(kind="cross_entropy"), "report_to": ()}
+        config = decide_precision(TrainConfig("none", f"{scratch}/run", 100, **more))
         dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
         backend = choose_for(device, dtype, SHAPE["hidden_size"] // SHAPE["num_attention_heads"]).name
         print(f"{args.blocks} x {args.length} tokens a step, mixed precision {config.mixed_precision}", end=", ")
         print(f"{name_device(device)}, attention by {backend}")
         against_dense(config, args)
     return 0
-
-
-def recipe(args: argparse.Namespace, scratch: Path) -> TrainConfig:
-    """The recipe of a step: cross-entropy, every weight trained."""
-    data = DataConfig(sequence_length=args.length, batch_size=args.blocks, micro_batch_size=args.blocks)
-    more = {"data": data, "objective": ObjectiveConfig(kind="cross_entropy"), "report_to": ()}
-    return TrainConfig("none", str(scratch / "run"), 100, **more)
 
 
 def moh_model(args: argparse.Namespace, dense: bool) -> MoHLlamaForCausalLM:
@@ -82,31 +74,6 @@ def moh_model(args: argparse.Namespace, dense: bool) -> MoHLlamaForCausalLM:
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # as `train` does
     return model
-
-
-def batch_of(args: argparse.Namespace) -> dict[str, torch.Tensor]:
-    """One process's blocks of a step: random tokens, one document a block."""
-    draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, SHAPE["vocab_size"], (args.blocks, args.length), generator=draw)
-    return {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(args.length).expand(args.blocks, -1)}
-
-
-def our_step(config: TrainConfig, args: argparse.Namespace, model: MoHLlamaForCausalLM) -> Step:
-    """A step of the training loop: gradients, clipping, AdamW."""
-    accelerator: Accelerator = make_accelerator(config)
-    optimizer = make_optimizer(model, config)
-    step, optimizer = accelerator.prepare(TrainingStep(model, None, config.objective), optimizer)
-    step.train()
-    batch = batch_of(args)
-
-    def run() -> None:
-        seed_step(config, 10, accelerator.process_index)
-        set_learning_rates(optimizer, config, 10)
-        accumulate_gradients(accelerator, step, batch, config, 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run
 
 
 def against_dense(config: TrainConfig, args: argparse.Namespace) -> None:
@@ -129,9 +96,22 @@ def against_dense(config: TrainConfig, args: argparse.Namespace) -> None:
 
 
 def prepare(config: TrainConfig, args: argparse.Namespace, name: str) -> None:
-    """Begin a peer's process."""
+    """Begin a peer's process, whose `step` is one of the training loop: gradients, clipping, AdamW."""
     global step
-    step = our_step(config, args, moh_model(args, dense=name == "dense"))
+    model, accelerator = moh_model(args, dense=name == "dense"), make_accelerator(config)
+    module, optimizer = TrainingStep(model, None, config.objective), make_optimizer(model, config)
+    module, optimizer = accelerator.prepare(module, optimizer)
+    module.train()
+    draw, shape = torch.Generator().manual_seed(1), (args.blocks, args.length)  # random tokens, one document a block
+    ids = torch.randint(0, SHAPE["vocab_size"], shape, generator=draw)
+    batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(args.length).expand(shape)}
+
+    def step() -> None:
+        seed_step(config, 10, accelerator.process_index)
+        set_learning_rates(optimizer, config, 10)
+        accumulate_gradients(accelerator, module, batch, config, 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def take_turn() -> float:
