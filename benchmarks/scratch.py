@@ -5,8 +5,7 @@
 
 With one seed all methods read the same sequences in the same order, with one schedule (linear warm-up over 5 % of the
 steps, cosine to 10 %) and the same optimizer. They are compared at equal tokens, and at equal FLOPs: methods that need
-fewer per token than the dense model then read more tokens, in a run of their own with its own schedule. FLOPs are what
-a method needs by its paper, not what is computed here, so that seconds say nothing about what it could save.
+fewer per token than the dense model then read more tokens, in a run of their own with its own schedule.
 
 Losses are in nats per token on held-out documents of the corpora. 95 % intervals of the difference to the dense model,
 or to another `--reference`, are by bootstrap over documents and seeds; with few seeds they are too narrow.
@@ -15,7 +14,7 @@ trains those that are missing. OUTPUT/tokenizer is a byte-level BPE tokenizer, t
 held out.
 
 FLOPs are those of a forward pass with the least that each method needs by its paper (`moh_llm.flops`); a backward pass
-is taken as twice that for all. How large each method is made:
+is taken as twice that. How large each method is made:
 
 - MoH: the dense model's weights and the routers, with the least number of shared heads above 40 % of the active ones,
   as its paper advises. `moh-100` has all heads on: its difference to the dense model is due to its gates' weights.
@@ -24,8 +23,8 @@ is taken as twice that for all. How large each method is made:
   parameters. The router's are taken from the feed-forward network.
 - SwitchHead: heads times experts are the dense model's heads, as in its paper; heads are as large as fits into the
   dense attention's parameters, and the feed-forward network takes the rest.
-- Static: the heads that are off do not exist, keys and values included, so that it has fewer parameters. `-averaged`:
-  outputs of heads are averaged, not summed, as MoH's weights do at first; no head is off, and none routed.
+- Static: the heads that are off do not exist, so that it has fewer parameters. `-averaged`: outputs of heads are
+  averaged, as MoH's weights do at first.
 """
 
 import argparse
@@ -144,15 +143,14 @@ def make_methods(size: Size, vocab_size: int, length: int) -> dict[str, Method]:
     methods = {"dense": Method(dense), "dense-averaged": Method(dense, partial(averaged, heads=size.heads))}
     for percent in SHARES:
         active = size.heads * percent // 100
+        moa = partial(MoAAttention, experts=2 * size.heads - 1, active=active)
         methods |= {
             f"moh-{percent}": moh(fields, active),
             f"moh-{percent}-quantized": moh(fields, active, router_score="quantized"),
             f"moh-{percent}-normalized": moh(fields, active, router_score="normalized"),
             f"static-{percent}": Method(dense, partial(StaticAttention, heads=active)),
             f"static-{percent}-averaged": Method(dense, partial(averaged, heads=active)),
-            f"moa-{percent}": matched(
-                methods["dense"], partial(MoAAttention, experts=2 * size.heads - 1, active=active), methods["dense"]
-            ),
+            f"moa-{percent}": matched(methods["dense"], moa, methods["dense"]),
         }
     methods["switchhead"] = switchhead(methods["dense"], size)
     methods["moh-100"] = moh(fields, size.heads)
@@ -336,12 +334,8 @@ def train(model: PreTrainedModel, stream: SequenceStream, steps: int, args: argp
     groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
     for name, weight in model.named_parameters():
         groups[is_decayed(name, weight)].append(weight)
-    optimizer = torch.optim.AdamW(
-        [{"params": weights, "weight_decay": 0.1 * decayed} for decayed, weights in groups.items()],
-        betas=BETAS,
-        fused=True,
-    )
-    highest = args.learning_rate
+    parts = [{"params": weights, "weight_decay": 0.1 * decayed} for decayed, weights in groups.items()]
+    optimizer, highest = torch.optim.AdamW(parts, betas=BETAS, fused=True), args.learning_rate
     model.train()
     for step in range(steps):
         batch = {name: tensor.to(model.device) for name, tensor in stream.batch(step * args.batch, args.batch).items()}
@@ -394,33 +388,25 @@ def difference_interval(tokens: np.ndarray, nats: np.ndarray, reference: np.ndar
 
 
 def make_table(
-    record: dict[str, Any], names: Sequence[str], equal: str, seeds: int, reference: str = "dense"
+    record: dict[str, Any], names: Sequence[str], equal: str, seeds: int, reference: str
 ) -> list[dict[str, Any]]:
     """A row for each method: losses of its runs at equal tokens or FLOPs, and their difference to the reference's."""
     tokens, settings = np.array(record["held_out"]["tokens_of_documents"]), record["settings"]
-
-    def runs_of(name: str) -> list[dict[str, Any]]:
-        return [record["runs"][key(name, seed, record["planned"][equal][name])] for seed in range(seeds)]
-
-    compared, rows = np.array([each["nats"] for each in runs_of(reference)]), []
-    for name in names:
-        runs = runs_of(name)
-        nats = np.array([each["nats"] for each in runs])
-        losses = nats.sum(1) / tokens.sum()
-        row = {
-            "method": name,
-            "tokens": record["planned"][equal][name] * settings["batch"] * settings["context"],
-            "loss": losses.mean().item(),
-            "losses": losses.tolist(),
-        }
+    runs, steps = record["runs"], record["planned"][equal]
+    nats = {name: np.array([runs[key(name, seed, steps[name])]["nats"] for seed in range(seeds)]) for name in names}
+    rows = []
+    for name, own in nats.items():
+        losses = own.sum(1) / tokens.sum()
+        row = {"method": name, "tokens": steps[name] * settings["batch"] * settings["context"]}
+        row |= {"loss": losses.mean().item(), "losses": losses.tolist()}
         if name != reference:
-            row["difference"] = ((nats - compared).sum(1) / tokens.sum()).mean().item()
-            row["interval"] = difference_interval(tokens, nats, compared)
+            row["difference"] = ((own - nats[reference]).sum(1) / tokens.sum()).mean().item()
+            row["interval"] = difference_interval(tokens, own, nats[reference])
         rows.append(row)
     return rows
 
 
-def table_lines(record: dict[str, Any], rows: Sequence[dict[str, Any]], reference: str = "dense") -> Iterator[str]:
+def table_lines(record: dict[str, Any], rows: Sequence[dict[str, Any]], reference: str) -> Iterator[str]:
     """The lines of a table: "seeds" is the standard deviation over seeds."""
     yield f"difference to {reference}, in nats per token"
     yield LINE.format("", "parameters", "FLOPs/token", "tokens", "loss", "difference", "95 %", "seeds")
