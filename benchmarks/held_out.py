@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that choose documents."""
     parser.add_argument("--documents", type=int, metavar="N", help="read at most N documents of each text")
     parser.add_argument("--tokens-per-document", type=int, metavar="T", help="read the first T tokens of each document")
-    parser.add_argument(
-        "--last", action="store_true", help="the last N of --documents, which calibration does not reach"
-    )
+    parser.add_argument("--last", action="store_true", help="the last N documents, which calibration does not reach")
 
 
 def read_texts(

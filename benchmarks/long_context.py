@@ -21,7 +21,9 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -108,7 +110,8 @@ def run(args: argparse.Namespace) -> None:
             if key not in found["prompts"]:
                 text = documents[number % len(documents)][1].tolist()
                 prompt = make_prompt(text, args.context, distances, tokenizer, number, ASKED)
-                scores = {name: score(prompt, logits_at(model)) for name, model in {"base": base, **models}.items()}
+                peers = {"base": base, **models}
+                scores = {name: score(prompt, partial(logits_at, model)) for name, model in peers.items()}
                 found["prompts"][key] = json.loads(json.dumps(scores))  # distances become text, as in the file
                 save()
     count = len(documents)
@@ -223,13 +226,14 @@ def hidden_and_gates(
     """
     before = 0 if cache is None else cache.get_seq_length()
     gates: list[torch.Tensor] = []
-    handles = [
-        router.register_forward_hook(lambda _, args, output: gates.append(output[1][0].ne(0).float().mean(-1)))
-        for router in model.routers
-    ]
-    hidden = model.model(ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state[0]
-    for handle in handles:
-        handle.remove()
+
+    def keep(router: Any, args: Any, output: Any) -> None:
+        gates.append(output[1][0].ne(0).float().mean(-1))
+
+    with ExitStack() as hooks:
+        for router in model.routers:
+            hooks.enter_context(router.register_forward_hook(keep))
+        hidden = model.model(ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state[0]
     on = torch.stack(gates).cpu()
     if model.config.head_fallback == "local":
         on[:, : max(0, model.config.all_heads_until - before)] = 1
@@ -247,14 +251,10 @@ def keys_read(on: torch.Tensor, config: Any, start: int = 0, dropped: int = 0) -
     return (read[start:].sum() / every[start:].sum()).item()
 
 
-def logits_at(model: PreTrainedModel) -> Callable[[list[int], list[int]], torch.Tensor]:
-    """The function that `moh_llm.analysis.retrieval.score` takes."""
-
-    def predict(ids: list[int], positions: list[int]) -> torch.Tensor:
-        hidden = model.model(torch.tensor([ids], device=model.device), use_cache=False).last_hidden_state
-        return model.lm_head(hidden[0, positions])
-
-    return predict
+def logits_at(model: PreTrainedModel, ids: list[int], positions: list[int]) -> torch.Tensor:
+    """The logits `[P, V]` after these positions of a prompt."""
+    hidden = model.model(torch.tensor([ids], device=model.device), use_cache=False).last_hidden_state
+    return model.lm_head(hidden[0, positions])
 
 
 def print_positions(rows: Sequence[dict[str, Any]], names: Sequence[str], context: int) -> None:

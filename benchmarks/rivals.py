@@ -195,11 +195,8 @@ def fit_methods(
 ) -> dict[str, dict[str, Any]]:
     """Config, router's class and tensors of each method at each budget, by label; `scratch` holds hidden states."""
     fitted = dict.fromkeys(fitted_name(name) for name in names)
-    methods = {
-        f"{name}/{budget}": method_of(name, budget, dense.config.num_attention_heads)
-        for budget in budgets
-        for name in fitted
-    }
+    pairs, heads = itertools.product(budgets, fitted), dense.config.num_attention_heads
+    methods = {f"{name}/{budget}": method_of(name, budget, heads) for budget, name in pairs}
     make, no_local = Fitters(dense), PlanOptions(fallback="none")
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         samples = layer_samples(dense, batches, no_local, Path(folder), seed)  # last layer first

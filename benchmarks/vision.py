@@ -167,9 +167,8 @@ def train(
     for step in range(steps):
         chosen = order[torch.arange(step * BATCH, (step + 1) * BATCH) % len(order)]
         flipped = torch.rand(BATCH, 1, 1, 1, generator=draw) < 0.5
-        out = model(
-            pixel_values=torch.where(flipped, pixels[chosen].flip(-1), pixels[chosen]), output_router_logits=True
-        )
+        shown = torch.where(flipped, pixels[chosen].flip(-1), pixels[chosen])
+        out = model(pixel_values=shown, output_router_logits=True)
         loss = cross_entropy(out.logits, labels[chosen], label_smoothing=SMOOTHING)
         loss = loss + model.config.head_balance_coef * out.aux_loss
         (loss + sum(getattr(module, "auxiliary_loss", 0) for module in model.modules())).backward()
@@ -278,9 +277,8 @@ def table(runs: dict[str, dict[str, Any]], names: list[str], seeds: list[int]) -
     """A line for each variant."""
     yield "variant | parameters | accuracy, % | less dense's | by seed"
     for name in names:
-        own, dense = (
-            np.array([unpacked(runs[one][str(seed)]["right"], TEST) for seed in seeds]) for one in (name, "dense")
-        )
+        pair = [[unpacked(runs[one][str(seed)]["right"], TEST) for seed in seeds] for one in (name, "dense")]
+        own, dense = map(np.array, pair)
         by_seed = " ".join(f"{100 * one.mean():.2f}" for one in own)
         parameters = f"{runs[name][str(seeds[0])]['parameters']:,}"
         yield f"{name} | {parameters} | {show(own, None if name == 'dense' else dense)} | {by_seed}"

@@ -46,9 +46,8 @@ def run(args: argparse.Namespace) -> None:
     try:
         vae = AutoencoderKL.from_pretrained(args.vae, use_safetensors=True).to(choose_device()).eval()
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{args.vae} is no VAE of diffusers ({reason(error)[:200]}); name its folder or Hub id"
-        ) from error
+        why = f"{args.vae} is no VAE of diffusers ({reason(error)[:200]})"
+        raise UserError(f"{why}; name its folder or Hub id") from error
     tensors = encode(args.images, vae, args.batch_size)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     temporary = args.output.with_name(f".{args.output.name}.tmp")

@@ -7,6 +7,7 @@ read with a press, too: of the groups that are on it keeps the keys with the bes
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,9 +28,8 @@ def press_of(name: str) -> Any:
     try:
         import kvpress  # wraps all registered functions, by arguments that those of MoH models do not have
     except ImportError as error:
-        raise UserError(
-            f"kvpress does not import ({error}); pip install kvpress==0.5.5 in an environment of its own"
-        ) from error
+        why = f"kvpress does not import ({error})"
+        raise UserError(f"{why}; pip install kvpress==0.5.5 in an environment of its own") from error
     ALL_ATTENTION_FUNCTIONS.update(own)
     if not isinstance(found := getattr(kvpress, name, None), type):
         raise UserError(f"--presses {name}: kvpress has no such class")
@@ -94,11 +94,10 @@ def read_pressed_groups(
         layer = whole.layers[module.layer_idx]
         scores.append(scorer.score(module, kwargs["hidden_states"], layer.keys, layer.values, None, kwargs))
 
-    with scorer(model):
-        hooks = [layer.self_attn.register_forward_hook(score, with_kwargs=True) for layer in model.model.layers]
+    with scorer(model), ExitStack() as hooks:
+        for layer in model.model.layers:
+            hooks.enter_context(layer.self_attn.register_forward_hook(score, with_kwargs=True))
         before = model.model(ids[:, :prompt], past_key_values=whole).last_hidden_state
-    for hook in hooks:
-        hook.remove()
     for index, layer in enumerate(whole.layers):
         cache.update(layer.keys, layer.values, index, {"seen": first, "all_on": False})
     cache.press(scores, size)

@@ -28,9 +28,7 @@ def make_prompts(text: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> Iter
         UserError: the text is shorter than a prompt.
     """
     if len(text) < LENGTH:
-        raise UserError(
-            f"retrieval scores take {LENGTH} tokens of text, here are {len(text)}; more --calibration-tokens"
-        )
+        raise UserError(f"retrieval scores take {LENGTH} tokens of text, not {len(text)}; more --calibration-tokens")
     parts = text.unfold(0, LENGTH, LENGTH).tolist()
     return (make_prompt(parts[seed % len(parts)], LENGTH, DISTANCES, tokenizer, seed, ASKED) for seed in range(PROMPTS))
 
