@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from command import add_compute_dtype, status_of
+from command import RESAMPLES, add_compute_dtype, status_of
 from long_context import hidden_and_gates, keys_read
 from transformers import AutoConfig, AutoTokenizer
 
@@ -36,13 +36,12 @@ from moh_llm.evaluation.config import EvaluationConfig
 from moh_llm.evaluation.evaluate import prompts
 from moh_llm.evaluation.processes import Finished
 from moh_llm.evaluation.runner import ModelScores, installed_versions, score
-from moh_llm.evaluation.suite import Benchmark, Suite, load_suite
+from moh_llm.evaluation.suite import Benchmark, load_suite
 from moh_llm.evaluation.tasks import Loaded, load_tasks
 from moh_llm.files import write_json
 from moh_llm.intervals import show_figure
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 
-RESAMPLES = 2000
 SUITE = Path(__file__).with_suffix(".yaml")
 BATCH = 8
 PROMPTS = 4  # of each benchmark, in which the keys that are read are counted
@@ -76,7 +75,11 @@ def run(args: argparse.Namespace) -> None:
         if not model or name in models:
             raise UserError(f"--models {given}: give NAME=MODEL, each with a name of its own that is not base")
         models[name] = model
-    suite = chosen(load_suite(args.suite), args.only)
+    suite = load_suite(args.suite)
+    known = [benchmark.name for benchmark in suite.benchmarks]
+    if unknown := [name for name in args.only or () if name not in known]:
+        raise UserError(f"--only {unknown[0]}: must be of {', '.join(known)}")
+    suite = dataclasses.replace(suite, benchmarks=[b for b in suite.benchmarks if b.name in (args.only or known)])
     finished = Finished(args.output_dir)
     how = {"limit": args.items, "batch_size": BATCH, "compute_dtype": args.compute_dtype, "log_samples": True}
     options = EvaluationConfig([*models.values()], data_dir=args.data_dir, **how)
@@ -123,16 +126,6 @@ def share_read(model: MoHLlamaForCausalLM, tokens: list[int]) -> float:
     """The share of the base's keys that the model reads in one text."""
     _, on = hidden_and_gates(model, torch.tensor([tokens], device=model.device))
     return keys_read(on.mean(0), model.config)
-
-
-def chosen(suite: Suite, names: Sequence[str] | None) -> Suite:
-    """The suite's benchmarks of these names; None: all."""
-    if names is None:
-        return suite
-    known = [benchmark.name for benchmark in suite.benchmarks]
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"--only {unknown[0]}: must be of {', '.join(known)}")
-    return dataclasses.replace(suite, benchmarks=[b for b in suite.benchmarks if b.name in names])
 
 
 def items_of(result: ModelScores, loaded: Loaded, finished: Finished, label: str, limit: int) -> Items:

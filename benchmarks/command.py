@@ -1,4 +1,4 @@
-"""What the commands of this folder share: how they end, dtype, models, time, and how they resume.
+"""What the commands of this folder share: how they end, dtype, models, time, how they resume, and an interval.
 
 They end with 0, or with 1 and a line that says what is wrong.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 
@@ -17,8 +18,11 @@ from moh_llm.devices import choose_device, compute_dtype, name_device
 from moh_llm.errors import UserError
 from moh_llm.evaluation.models import check_model
 from moh_llm.files import write_json
+from moh_llm.intervals import Interval
 from moh_llm.modeling import MoHLlamaForCausalLM
 from moh_llm.reading import read_json
+
+RESAMPLES = 2000  # of bootstraps
 
 
 def status_of(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
@@ -97,3 +101,18 @@ def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
         write_json(path, settings)
     elif differ := [name for name, value in settings.items() if read_json(path).get(name) != value]:
         raise UserError(f"{folder} holds results of another {', '.join(differ)} ({path}); name another folder")
+
+
+def difference_interval(tokens: np.ndarray, nats: np.ndarray, reference: np.ndarray) -> Interval | None:
+    """95 % interval of the mean over seeds of loss - reference's, by bootstrap over documents and seeds.
+
+    `tokens` of each document, `[D]`; nats of each seed and document, `[S, D]`, seeds being paired. None with fewer than
+    two documents.
+    """
+    if len(tokens) < 2:
+        return None
+    generator, seeds = np.random.default_rng(0), len(nats)
+    drawn = generator.multinomial(len(tokens), np.full(len(tokens), 1 / len(tokens)), RESAMPLES).astype(np.float64)
+    differences = drawn @ (nats - reference).T / (drawn @ tokens)[:, None]
+    weights = generator.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES) / seeds
+    return np.percentile((differences * weights).sum(1), (2.5, 97.5)).tolist()

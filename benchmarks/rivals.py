@@ -55,7 +55,7 @@ from moh_llm.errors import UserError
 from moh_llm.files import write_json
 from moh_llm.intervals import interval, kls, perplexity_ratios, show_figure
 from moh_llm.metrics import Batch, LogitsOf, compare_to_reference, logits_of
-from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM, MoHRouter
+from moh_llm.modeling import MoHLlamaForCausalLM, MoHRouter
 
 ROUTERS = {kind.__name__: kind for kind in (MoHRouter, RandomRouter, TopKLabelRouter)}
 NAMES = (
@@ -197,34 +197,34 @@ def fit_methods(
     fitted = dict.fromkeys(fitted_name(name) for name in names)
     pairs, heads = itertools.product(budgets, fitted), dense.config.num_attention_heads
     methods = {f"{name}/{budget}": method_of(name, budget, heads) for budget, name in pairs}
-    make, no_local = Fitters(dense), PlanOptions(fallback="none")
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        samples = layer_samples(dense, batches, no_local, Path(folder), seed)  # last layer first
-        layers = [fit_plans(methods, dense.config, sample, make) for sample in samples][::-1]
+        samples = layer_samples(dense, batches, PlanOptions(fallback="none"), Path(folder), seed)
+        layers = [
+            fit_plans(methods, dense.config, sample, Fitters(dense, number, sample))
+            for number, sample in zip(reversed(range(len(dense))), samples, strict=True)  # last layer first
+        ][::-1]
     found = {}
     for label, method in methods.items():
         config, fits = plan_layers(method, dense.config, [fitted[label] for fitted in layers])
         if method.chosen_by:
             config.router_type = "query_norm"  # the router of the modelling code that has no weights
-        found[label] = {"config": config.to_dict(), "router": method.chosen_by, "tensors": routing_tensors(fits)}
+        found[label] = {"config": config, "router": method.chosen_by, "tensors": routing_tensors(fits)}
     return found
 
 
 class Fitters:
-    """What fits a layer by each method; layers come last to first."""
+    """What fits a layer by each method, from the layer's number and sample."""
 
-    def __init__(self, dense: LayerwiseModel):
-        self.dense, self.number, self.sample = dense, len(dense), None
-        self.queries = torch.empty(0)  # of the sample before rotary embedding, `[N, H, D]`
-        self.trained: dict[int | None, TopKLabelRouter] = {}  # of the sample, by the number of heads of its labels
+    def __init__(self, dense: LayerwiseModel, number: int, sample: LayerSample):
+        attention = dense.layer(number).layers[0].self_attn
+        queries = attention.q_proj(sample.inputs.to(dense.dtype)).unflatten(-1, (-1, attention.head_dim))
+        # Before rotary embedding, `[N, H, D]`.
+        self.queries = getattr(attention, "q_norm", torch.nn.Identity())(queries).float()
+        self.number = number
+        self.trained: dict[int | None, TopKLabelRouter] = {}  # by the number of heads of its labels
 
     def __call__(self, method: PlanOptions, base: PreTrainedConfig, sample: LayerSample) -> LayerFitter | LocalFitter:
         assert isinstance(method, Method)
-        if sample is not self.sample:
-            self.number, self.sample, self.trained = self.number - 1, sample, {}
-            attention = self.dense.layer(self.number).layers[0].self_attn
-            queries = attention.q_proj(sample.inputs.to(self.dense.dtype)).unflatten(-1, (-1, attention.head_dim))
-            self.queries = getattr(attention, "q_norm", torch.nn.Identity())(queries).float()
         if method.chosen_by is None:
             return make_fitter(method, base, sample)
         shared, layers = shared_and_active(method, base)[0], base.num_hidden_layers
@@ -245,11 +245,10 @@ def open_candidates(
     candidates = {}
     for label, stored in fits.items():
         name, budget = label.split("/")
-        config = MoHLlamaConfig(**{key: value for key, value in stored["config"].items() if key != "model_type"})
         with init_empty_weights(include_buffers=False):
-            model = MoHLlamaForCausalLM(config)
-            for layer_number, layer in enumerate(model.model.layers if stored["router"] else ()):
-                layer.self_attn.router = ROUTERS[stored["router"]](config, layer_number)
+            model = MoHLlamaForCausalLM(stored["config"])
+            for number, layer in enumerate(model.model.layers if stored["router"] else ()):
+                layer.self_attn.router = ROUTERS[stored["router"]](stored["config"], number)
         # As convert.py writes them; other methods' routers compute in float32.
         routing = {
             key: tensor if stored["router"] and ".router." in key else tensor.to(dense.dtype)

@@ -18,8 +18,7 @@ from typing import Any
 import held_out
 import numpy as np
 import torch
-from command import keep_settings, status_of
-from scratch import difference_interval
+from command import difference_interval, keep_settings, status_of
 from torch import Tensor, nn
 
 from moh_llm.data import mixture, sample

@@ -49,7 +49,7 @@ from baselines.attention import (
     StaticAttention,
     SwitchHeadAttention,
 )
-from command import keep_settings, status_of
+from command import difference_interval, keep_settings, status_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -66,7 +66,7 @@ from moh_llm.devices import choose_device, name_device
 from moh_llm.errors import UserError
 from moh_llm.files import check_output_folder, new_folder, write_json
 from moh_llm.flops import forward_flops, forward_parts
-from moh_llm.intervals import Interval, show_interval
+from moh_llm.intervals import show_interval
 from moh_llm.locking import lock_folder
 from moh_llm.metrics import Batch, logits_of, sums_by_document
 from moh_llm.modeling import MoHLlamaConfig
@@ -76,7 +76,6 @@ from moh_llm.training.step import BETAS, is_decayed, warmup_cosine
 END, VOCABULARY = "<end>", 4096
 SETTINGS = "corpora", "size", "tokens", "context", "batch", "learning_rate", "mixed_precision", "held_out_tokens"
 SHARES = 75, 50  # percent of the heads that are on
-RESAMPLES = 2000
 LINE = "{:<30}{:>12}{:>14}{:>12}{:>10}{:>10}  {:<20}{:>8}"
 
 
@@ -257,11 +256,9 @@ def train_missing(
 ) -> None:
     """Train and score the runs that the record lacks, one seed after the other; each is written when it ends."""
     device = choose_device()
-    planned = (
-        (name, seed, record["planned"][equal][name])
-        for seed, equal, name in itertools.product(range(args.seeds), args.equal, methods)
-    )
-    missing = [job for job in dict.fromkeys(planned) if key(*job) not in record["runs"]]
+    every = itertools.product(range(args.seeds), args.equal, methods)
+    jobs = dict.fromkeys((name, seed, record["planned"][equal][name]) for seed, equal, name in every)
+    missing = [job for job in jobs if key(*job) not in record["runs"]]
     with tqdm(total=sum(job[2] for job in missing), unit="step", smoothing=0, dynamic_ncols=True) as bar:
         for name, seed, steps in missing:
             stream = SequenceStream(sources, args.context, seed)
@@ -370,21 +367,6 @@ def score(model: PreTrainedModel, batches: Sequence[Batch]) -> np.ndarray:
 def key(name: str, seed: int, steps: int) -> str:
     """What a run is called in the record."""
     return f"{name}, seed {seed}, {steps} steps"
-
-
-def difference_interval(tokens: np.ndarray, nats: np.ndarray, reference: np.ndarray) -> Interval | None:
-    """95 % interval of the mean over seeds of loss - reference's, by bootstrap over documents and seeds.
-
-    `tokens` of each document, `[D]`; nats of each seed and document, `[S, D]`, seeds being paired. None with fewer than
-    two documents.
-    """
-    if len(tokens) < 2:
-        return None
-    generator, seeds = np.random.default_rng(0), len(nats)
-    drawn = generator.multinomial(len(tokens), np.full(len(tokens), 1 / len(tokens)), RESAMPLES).astype(np.float64)
-    differences = drawn @ (nats - reference).T / (drawn @ tokens)[:, None]
-    weights = generator.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES) / seeds
-    return np.percentile((differences * weights).sum(1), (2.5, 97.5)).tolist()
 
 
 def make_table(

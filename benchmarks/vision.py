@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 from baselines.images import add_experts, attend_to_fewer_keys, learn_shared_heads
-from command import keep_settings, status_of
+from command import difference_interval, keep_settings, status_of
 from safetensors.torch import load_file, save_file
-from scratch import difference_interval
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel

@@ -136,4 +136,4 @@ def test_a_budget_may_be_a_fraction_of_a_head(command, fits):
     assert said.count(f"{text}: 6 documents") == 2  # over all texts, and of the only one
     assert len(re.findall(r"^\| 0\.750 \| (?:ours|fixed heads) \|", said, re.MULTILINE)) == 4
     for fitted in fits[0].values():
-        assert sum(fitted["config"]["num_active_heads"]) == 9  # of two layers
+        assert sum(fitted["config"].num_active_heads) == 9  # of two layers
