@@ -88,11 +88,7 @@ def load_models(
 
 
 def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Write what a folder's results depend on into its `settings.json`, or compare with what is there.
-
-    Raises:
-        UserError: the results are of other settings.
-    """
+    """Write what a folder's results depend on into its `settings.json`. Raises UserError where it has others."""
     path = folder / "settings.json"
     if not path.exists():
         if folder.is_dir() and any(folder.iterdir()):

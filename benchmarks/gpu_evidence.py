@@ -232,13 +232,8 @@ def left(jobs: dict[str, Job], record: dict[str, Any]) -> dict[str, Job]:
 def run_jobs(part: str, jobs: dict[str, Job], path: Path, record: dict[str, Any], until: float, at_once: int) -> None:
     """Run jobs, `at_once` of them, and kill with all their processes those that run when it is `until`.
 
-    Args:
-        part: what the seconds are added to.
-        jobs: by name, in their order.
-        path: of the record; what commands print goes into files beside it.
-        record: of earlier jobs, to which these are added.
-        until: by `time.monotonic()`.
-        at_once: how many run at the same time.
+    `until` is by `time.monotonic()`. Jobs go into the `record` of earlier ones, which is at `path`, and their seconds
+    to its `part`; what they print goes into files beside it.
     """
     waiting, running, begin = list(jobs), {}, time.monotonic()
     try:

@@ -107,20 +107,13 @@ class Record:
 
     A row is written before it is measured, too, so that one in which the process dies is known. What another process
     measured before is not measured again.
-
-    Attributes:
-        path: of the lines.
-        section: its name.
-        until: `time.time()` after which nothing new is begun.
-        clock: of the turns.
-        before: rows of earlier processes.
     """
 
-    path: Path
+    path: Path  # of the lines
     section: str
-    until: float
+    until: float  # `time.time()` after which nothing new is begun
     clock: Clock
-    before: dict[str, Row] = field(default_factory=dict)
+    before: dict[str, Row] = field(default_factory=dict)  # rows of earlier processes
 
     def __post_init__(self) -> None:
         rows = read_rows(self.path).items()

@@ -37,8 +37,7 @@ def read_texts(
 ) -> dict[str, list[Batch]]:
     """The chosen documents of each text file or glob, as batches of windows of `length` tokens.
 
-    Raises:
-        UserError: a text has no window of that length, or `--last` does not say how many.
+    Raises UserError where a text has no window of that length, or `--last` does not say how many.
     """
     if args.last and args.documents is None:
         raise UserError("--last takes the last of how many? Give --documents, too")
@@ -72,11 +71,7 @@ def hash_batches(batches: Sequence[Batch]) -> str:
 
 
 class NGrams:
-    """The n-grams of some text, as sorted hashes of 64 bits.
-
-    Args:
-        parts: token ids and their documents' numbers; no n-gram spans two documents, or two parts.
-    """
+    """The n-grams of parts of text, as sorted hashes of 64 bits; none spans two documents, or two parts."""
 
     def __init__(self, parts: Iterable[Numbered]):
         self.known = np.unique(np.concatenate([_hashes(*part) for part in parts]))

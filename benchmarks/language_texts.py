@@ -48,8 +48,7 @@ def run(args: argparse.Namespace) -> None:
 def documents_of(folder: Path, show: Callable[[dict[str, Any]], str]) -> Iterator[str]:
     """The test questions of each subject of a benchmark as one document, each question by `show`.
 
-    Raises:
-        UserError: there are no questions.
+    Raises UserError where there are none.
     """
     files = sorted(folder.glob("*/test.jsonl"))
     if not files:

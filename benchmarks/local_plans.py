@@ -77,8 +77,7 @@ def calibration_part(
 ) -> list[Batch]:
     """The calibration text of a seed: as many windows of each source, after those of the seeds before it.
 
-    Raises:
-        UserError: a source has too little text.
+    Raises UserError where a source has too little text.
     """
     wanted = (seed + 1) * (tokens + len(mixture.sources) * length) if seed else tokens
     sources = sample_mixture(mixture, tokenizer, wanted, 1, length if length >= LONG_CONTEXT else None)

@@ -135,10 +135,7 @@ def long_documents(
 ) -> list[tuple[str, torch.Tensor]]:
     """The first `length` tokens of `count` documents that have as many, in turn from each text, with its name.
 
-    Without `count`, of 20 documents or as many as there are.
-
-    Raises:
-        UserError: there are fewer, or none.
+    Without `count`, of 20 documents or as many as there are. Raises UserError where there are fewer, or none.
     """
 
     def of(name: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -119,9 +119,8 @@ def budget_of(word: str) -> int | float:
 def method_of(name: str, budget: float, heads: int) -> Method:
     """The method of a name at a mean of `budget` of `heads` heads.
 
-    Raises:
-        UserError: the name is not known, or a method that has as many heads on in all layers, or learns to choose a
-            number of them, gets a fraction.
+    Raises UserError for a name that is not known, and for a fraction where a method has as many heads on in all layers,
+    or learns to choose a number of them.
     """
     kind, *words = name.split(", ")
     if kind not in KINDS or not {*words} <= {*WORDS}:

@@ -276,8 +276,7 @@ def train_missing(
 def trained_tokenizer(args: argparse.Namespace, mixture: Mixture) -> Path:
     """The folder of the tokenizer that is trained on the mixture's training documents, once.
 
-    Raises:
-        UserError: one of other text or another size is there.
+    Raises UserError where one of other text or another size is there.
     """
     folder, settings = args.output_dir / "tokenizer", {"vocabulary size": VOCABULARY, "corpora": args.corpora}
     if folder.is_dir():

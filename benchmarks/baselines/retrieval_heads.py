@@ -22,11 +22,7 @@ _FOUND = 0.5  # share of a needle's tokens that the model has right, above which
 
 
 def make_prompts(text: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> Iterable[Prompt]:
-    """`PROMPTS` prompts in parts of this text `[N]`, in turn.
-
-    Raises:
-        UserError: the text is shorter than a prompt.
-    """
+    """`PROMPTS` prompts in parts of this text `[N]`, in turn. Raises UserError for one shorter than a prompt."""
     if len(text) < LENGTH:
         raise UserError(f"retrieval scores take {LENGTH} tokens of text, not {len(text)}; more --calibration-tokens")
     parts = text.unfold(0, LENGTH, LENGTH).tolist()

@@ -135,10 +135,7 @@ def by_paper_plan(model: MoHLlamaForCausalLM) -> LogitsOf:
 def routed_as(model: MoHLlamaForCausalLM, config: MoHLlamaConfig, kind: type[MoHRouter] = MoHRouter) -> Iterator[None]:
     """Within the block the model's layers route by fresh routers without weights, and have no fallbacks.
 
-    Args:
-        model: the model.
-        config: whose head counts and router type the routers have.
-        kind: the routers' class.
+    Routers have the head counts and the type of `config`, and are of the class `kind`.
     """
     attentions = [layer.self_attn for layer in model.model.layers]
     kind_of_fallback, model.config.head_fallback = model.config.head_fallback, "none"
