@@ -106,7 +106,8 @@ def mixed_states(
             outputs.append(full.transpose(1, 2))  # [1, T, H, D]
             return outputs[-1], None
         streaming = near_attention(query, key, value, seen, module.scaling)
-        gate = gates[module.layer_idx].clamp(0, 1).repeat_interleave(module.num_key_value_groups)[:, None]
+        gate = gates[module.layer_idx].clamp(0, 1).to(query.dtype)
+        gate = gate.repeat_interleave(module.num_key_value_groups)[:, None]
         return gate * outputs[module.layer_idx] + (1 - gate) * streaming, None
 
     ALL_ATTENTION_FUNCTIONS[NAME] = attend
