@@ -152,7 +152,7 @@ def measure(
     peers = {peer: (model, nullcontext) for peer, model in models.items()}
     if name == "decode":
         base, *converted = models.items()
-        all_on = {f"{peer[-20:]}, all on": (model, model.all_heads_active) for peer, model in converted}
+        all_on = {f"{peer}, all on": (model, model.all_heads_active) for peer, model in converted}
         grouped = {"base, keys read once": (base[1], partial(reading_once, base[1]))}
         peers = {"base": peers["base"]} | grouped | peers | all_on
     seconds: dict[str, list[tuple[float, float]]] = {peer: [] for peer in peers}

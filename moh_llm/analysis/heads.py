@@ -79,6 +79,7 @@ def watch(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch], take: Callab
         tokens += on[..., 0].numel() * (layer == 0)
         take(LayerPass(layer, on, args[0].unflatten(-1, (-1, head_dim))))
 
+    # Not by class: PEFT wraps routers, and code from the Hub has a class of its own.
     layers = [layer for layer in decoder.modules() if hasattr(getattr(layer, "router", None), "routed_groups")]
     with contextlib.ExitStack() as hooks:
         for number, layer in enumerate(layers):
