@@ -16,7 +16,7 @@ SUMMED = ("tokens", "cross_entropy", "reference_cross_entropy", "kl", "agreement
 LEAST = 5  # documents; fewer give no interval
 
 # Chosen with `benchmarks/coverage.py`: intervals hold the truth in at least 93 % of draws from 5 documents on;
-# docs/results/coverage.md has the shares.
+# docs/evaluation.md has the shares.
 _CONFIDENCE, _MORE, _FEW = 0.95, 0.02, 20  # the quantile is that of 97 % up to 20 documents, then falls to 95 %
 _SKEW = 3.0  # the side of the longer tail is wider by 3 * skewness / sqrt(documents) standard errors
 _PRIOR, _WEIGHT = 0.4, 3  # prior of the standard deviation of log KL over documents, and its weight in documents

@@ -50,7 +50,7 @@ def mean_interval(strata: Strata, low: float, high: float) -> Interval | None:
     Student's t, with one item more at each bound: for a difference of paired proportions the adjusted Wald interval of
     Bonett and Price (2012), for a proportion that of Agresti and Coull with two items. Where no item differs it is not
     of width zero, and it holds for scores that are no proportions, too. Newcombe's interval holds the truth in 89 % of
-    draws where 2 % of 100 items differ, all to one side; see docs/results/coverage.md.
+    draws where 2 % of 100 items differ, all to one side; see docs/evaluation.md.
     """
     if standard_error(strata) is None:
         return None
