@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
-AGAIN = "give the same command again, and the run goes on from its newest checkpoint"
+AGAIN = "give the same command again (without --overwrite), and the run goes on from its newest checkpoint"
 
 
 def main(arguments: list[str]) -> int:

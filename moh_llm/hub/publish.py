@@ -165,10 +165,9 @@ def finish_run(config: TrainConfig) -> None:
     try:
         publish(PublishConfig(model, config.hub.repo_id))
     except UserError as error:
-        words = ["moh-llm", "publish", str(model), "--repo-id", config.hub.repo_id]
+        again = shlex.join(["moh-llm", "publish", str(model), "--repo-id", config.hub.repo_id])
         raise UserError(
-            f"training is finished, its model is {model}; publishing it failed: {error}; try again with "
-            f"`{shlex.join(words)}`, or give the same command again"
+            f"training is finished, its model is {model}; publishing it failed: {error}; try again with `{again}`"
         ) from error
 
 

@@ -81,7 +81,7 @@ def train(
         from_main(accelerator, lambda: held.enter_context(lock_folder(Path(config.output_dir))))
         mark = from_main(accelerator, lambda: kind.mark(config))
         with accelerator.main_process_first():
-            run = Run(config, overwrite and main, writes=main, mark=mark)
+            run = Run(config, overwrite, writes=main, mark=mark)
         training = kind(config, accelerator, run, say if main else lambda _: None)
         if from_main(accelerator, lambda: is_finished(run, say)):
             training.check_again()
@@ -261,9 +261,8 @@ class Training:
                     self.checkpoints.begin(step, facts)
                 if stop:
                     self.checkpoints.wait()
-                    self.say(
-                        f"stopped by a signal after step {step}, which is saved; give the same command again to go on"
-                    )
+                    way = "again, without --overwrite," if self.run.overwrite else "again"
+                    self.say(f"stopped by a signal after step {step}, which is saved; give the command {way} to go on")
                     return False
         return True
 

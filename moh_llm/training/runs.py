@@ -31,20 +31,18 @@ RUN_RECORD, LOG, TRACKERS = "run.json", "log.jsonl", "tensorboard"
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors")
 
 
-def read_run(config: TrainConfig) -> RunRecord | None:
-    """The record of the run in ``config.output_dir``; None where the folder is new or empty.
+def read_run(config: TrainConfig, overwrite: bool = False) -> RunRecord | None:
+    """The record of the run in ``config.output_dir``; None where the folder is new or empty, or with ``overwrite``.
 
     Raises:
         UserError: the folder cannot be used, or holds something other than a run with this recipe.
     """
     folder = Path(config.output_dir)
     check_place(folder, "output_dir")
-    if not (folder / RUN_RECORD).exists():
-        if folder.exists() and any(path.name != INSIDE for path in folder.iterdir()):
-            raise UserError(
-                f"output_dir={folder} is not empty and holds no {RUN_RECORD} to resume; "
-                "name another folder or pass --overwrite"
-            )
+    holds_run = (folder / RUN_RECORD).exists()
+    if not holds_run and folder.exists() and any(path.name != INSIDE for path in folder.iterdir()):
+        raise UserError(f"output_dir={folder} is not empty and holds no {RUN_RECORD}, so no run; name another folder")
+    if overwrite or not holds_run:
         return None
     record = RunRecord.read(folder / RUN_RECORD)
     _refuse(folder, changed_options(record.config, _as_json(config), finished=record.status == "finished"))
@@ -62,7 +60,7 @@ class Run:
 
     Args:
         config: the recipe; ``config.output_dir`` is the folder.
-        overwrite: start anew, and remove what an earlier run wrote there (and nothing else).
+        overwrite: start anew: `begin` removes what an earlier run wrote there (and nothing else).
         writes: whether this process writes; only one of several does.
 
     Raises:
@@ -72,21 +70,15 @@ class Run:
     def __init__(
         self, config: TrainConfig, overwrite: bool = False, writes: bool = True, mark: ModelMark | None = None
     ):
-        self._writes = writes
+        self._writes, self.overwrite = writes, overwrite
         self.folder = Path(config.output_dir)
         self.model = self.folder / "model"
         self.checkpoints = self.folder / "checkpoints"
         self._record_path, self._log_path = self.folder / RUN_RECORD, self.folder / LOG
         mark = mark or mark_model(config)
-        if overwrite and self.folder.is_dir():
-            # `--model RUN/model --output-dir RUN` would remove the model before it is read.
+        if overwrite:  # `--model RUN/model --output-dir RUN` would remove the model before it is read
             check_holds_none(self.folder, [config.model])
-            # The record goes last: an interrupted removal still reads as a run.
-            for path in (self.model, self.checkpoints, self.folder / TRACKERS):
-                shutil.rmtree(path, ignore_errors=True)
-            for path in (self.folder / "report.html", self.folder / "report.md", self._log_path, self._record_path):
-                path.unlink(missing_ok=True)
-        record = read_run(config) or RunRecord(status="new", config={}, model=mark)
+        record = read_run(config, overwrite) or RunRecord(status="new", config={}, model=mark)
         if record.model != mark:
             _refuse(self.folder, ["model (other config, tokenizer or weights)"])
         record.config = _as_json(config)
@@ -103,10 +95,16 @@ class Run:
             )
 
     def begin(self, **facts: Any) -> None:
-        """Record the start, and facts such as data, device and numbers of parameters."""
+        """Record the start, and facts such as data and device. What is overwritten goes now that nothing is missing."""
         versions = {"moh_llm": __version__, "python": platform.python_version()}
         versions |= {name: version(name) for name in PACKAGES}
         if self._writes:
+            if self.overwrite:
+                for path in (self.model, self.checkpoints, self.folder / TRACKERS):
+                    shutil.rmtree(path, ignore_errors=True)
+                # The record goes last: an interrupted removal still reads as a run.
+                for name in ("report.html", "report.md", LOG, RUN_RECORD):
+                    (self.folder / name).unlink(missing_ok=True)
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:

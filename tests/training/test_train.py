@@ -133,6 +133,24 @@ def test_overwriting_a_run_keeps_the_model_that_is_read(run, recipe, capsys):
     assert (model / "model.safetensors").exists()
 
 
+def test_overwriting_removes_a_run_alone_and_only_once_nothing_is_missing(run, recipe, tmp_path, capsys):
+    again = ["train", str(recipe), "--max_steps", "1", "--report_to", "[]", "--overwrite"]
+    (run / "report").mkdir()
+    (run / "report" / "report.json").write_text("{}")  # where the end of a run tells users to put scores
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for wrong in (["--data.mixture", "nowhere.yaml"], ["--lora.target_modules", "[query]"], ["--base", "nowhere"]):
+        assert main([*again, *wrong]) == 2
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert main(again) == 0
+    assert read_record(run)["config"]["max_steps"] == 1 and len(list((run / "checkpoints").iterdir())) == 1
+    assert (run / "report" / "report.json").read_text() == "{}"
+    other = tmp_path / "other"
+    shutil.copytree(run / "model", other / "model")
+    assert main([*again, "--output-dir", str(other)]) == 2
+    assert "holds no run.json, so no run; name another folder" in capsys.readouterr().err
+    assert (other / "model" / "config.json").exists()
+
+
 @pytest.mark.slow
 def test_a_signal_saves_and_leaves(configure) -> None:
     overrides = {"max_steps": 70, "checkpoint.save_steps": 70, "evaluation.eval_steps": 0}
