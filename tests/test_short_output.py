@@ -103,6 +103,16 @@ def test_train_with_many_scores(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert said.startswith(f"trained on {config.max_steps * config.tokens_per_step:,} tokens in 9 s\n")
 
 
+def test_a_base_that_has_moved_is_named_by_its_new_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    content = {"base": {"name": "old/place", "revision": None, "dense_sha256": "0"}}
+    Conversion.parse(content, "record").write(tmp_path / "model" / "conversion.json")
+    for base, place in ((None, "old/place"), ("new/place", "new/place")):
+        config = TrainConfig(model="out/moh", max_steps=20, output_dir=str(tmp_path), base=base)
+        train.print_next(config, RunRecord(status="finished", config={}, model={"sha256": "0"}))
+        assert f" --base {place} " in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_evaluate_with_as_many_benchmarks_as_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
     draw = random.Random(0)
     scores = {

@@ -46,7 +46,8 @@ def print_next(config: "TrainConfig", record: "RunRecord") -> None:
 
     run, (size, unit) = Path(config.output_dir), config.step_size
     conversion = read_conversion(run / "model")
-    words = ["moh-llm", "evaluate", str(run / "model"), *(["--base", conversion.base.name] if conversion else [])]
+    base = config.base or (conversion.base.name if conversion else None)  # which may have moved since
+    words = ["moh-llm", "evaluate", str(run / "model"), *(["--base", base] if base else [])]
     words += ["--data-dir", config.images.held_out or config.images.train] if config.images else ["--suite", "smoke"]
     say(f"trained on {config.max_steps * size:,} {unit} in {record.seconds or 0:.0f} s")
     say(f"next: {shlex.join([*words, '--output-dir', str(run / 'report')])}")

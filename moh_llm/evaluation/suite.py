@@ -61,9 +61,9 @@ class Benchmark:
         if (self.stock is None) == (self.definition is None):
             raise UserError(f"benchmark {self.name}: give one of `stock` (a file of lm-eval) and `definition`")
         if (self.shots > 0) != (self.fewshot_split is not None):
-            raise UserError(f"benchmark {self.name}: shots={self.shots} does not go with {self.fewshot_split=!s}")
+            raise UserError(f"benchmark {self.name}: shots={self.shots} excludes fewshot_split={self.fewshot_split}")
         # These become paths of files, which `fetch` writes.
-        for text in (self.dataset, self.config, *self.parts, *self.splits()):
+        for text in (self.task, self.dataset, self.config, *self.parts, *self.splits()):
             if text.startswith("/") or ".." in text.split("/"):
                 raise UserError(f"benchmark {self.name}: {text!r} would leave the data folder; give a plain name")
 
@@ -98,6 +98,9 @@ class Suite:
         names = [benchmark.name for benchmark in self.benchmarks]
         if not names or len(set(names)) < len(names):
             raise UserError(f"suite {self.name}: benchmarks must be one or more, each with its own name")
+        tasks = [part.task for benchmark in self.benchmarks for part in benchmark.expand()]  # names of files
+        if twice := next((task for task in tasks if tasks.count(task) > 1), None):
+            raise UserError(f"suite {self.name}: task {twice} is there twice; give one another `task`, any name")
         for benchmark in self.benchmarks:
             for column in benchmark.published:
                 if column not in self.columns:

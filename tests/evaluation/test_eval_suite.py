@@ -76,12 +76,14 @@ def test_own_suite_by_path_with_a_borrowed_benchmark(tmp_path: Path) -> None:
     [
         ("items: 3", "items: 3, metrik: acc", r"benchmark 1 has the unknown key 'metrik'; the keys are name, shots,"),
         ("shots: 0", "shots: none", r"benchmark 1 has shots = 'none': Input should be a valid integer"),
-        ("shots: 0", "shots: 5", r"shots=5 does not go with"),
+        ("shots: 0", "shots: 5", r"shots=5 excludes fewshot_split=None"),
         ("stock: a.yaml", "stock: a.yaml, definition: b.yaml", r"one of `stock`"),
         ("items: 3", "items: 3, published: {X: 1}", r"column 'X' is not in `columns`"),
         ("items: 3", "items: 3, average: sum", r"average = 'sum': Input should be 'items' or 'parts'"),
         ("items: 3", "items: 3, chance: 25.0", r"chance.* = 25.0: Input should be less than 1"),
         ("name: A, shots: 0", "from: paper, shots: 5, name: A", r"beside `from` only `name` is read"),
+        (ENTRY, f"{ENTRY}}}\n  - {{{ENTRY.replace('name: A', 'name: B')}", r"task a is there twice; give one"),
+        ("task: a,", "task: a, parts: [x, y],", r"suite mine: task a is there twice; give one another `task`"),
         (ENTRY, "from: paper, name: MLU", r"name='MLU' must be one of MMLU, "),
     ],
 )
@@ -93,7 +95,7 @@ def test_bad_suites_are_named(tmp_path: Path, old: str, new: str, message: str) 
 
 
 @pytest.mark.parametrize(
-    "field", [{"config": "../x"}, {"dataset": "/etc"}, {"parts": ["a/../.."]}, {"eval_split": ".."}]
+    "field", [{"task": "../x"}, {"config": "../x"}, {"dataset": "/etc"}, {"parts": ["a/../.."]}, {"eval_split": ".."}]
 )
 def test_names_that_leave_the_data_folder_are_refused(field: dict) -> None:
     plain = {"name": "n", "shots": 0, "metric": "acc", "task": "t", "dataset": "d", "config": "c", "eval_split": "s"}
