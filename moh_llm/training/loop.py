@@ -191,10 +191,8 @@ class Training:
             f"{nets.counts['trained']:,} of {nets.counts['total']:,} weights are trained on "
             f"{accelerator.num_processes} x {accelerator.device.type} in {run.record.compute_dtype}"
         )
-        self.say(
-            f"{config.max_steps} steps x {self.of_step()}, "
-            f"{accelerator.gradient_accumulation_steps} micro-batches per step"
-        )
+        parts = accelerator.gradient_accumulation_steps
+        self.say(f"{config.max_steps} steps x {self.of_step()}, {parts} micro-batches per step")
 
     def of_step(self) -> str:
         """What a step reads, in words."""

@@ -125,6 +125,8 @@ def export_checkpoint(checkpoint: Path, output: Path, overwrite: bool = False) -
     place = checkpoint.resolve().parent.parent / RUN_RECORD
     run = RunRecord.read(place)
     config = read_options(TrainConfig, [(str(place), *item) for item in run.config.items()])
+    if config.images is not None:
+        raise UserError(f"{place.parent} is a run on images: no model is made of its checkpoints; resume it to its end")
     check_output_folder(output, overwrite, [config.model, checkpoint])
     if mark_model(config) != run.model:
         raise UserError(f"model={config.model} is not what the run in {place.parent} began with; restore it")

@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 
 from moh_llm.data.locate import SourceFile, locate
-from moh_llm.data.mixture import Source
+from moh_llm.data.mixture import Source, load_mixture
 from moh_llm.data.records import source_documents
 from moh_llm.errors import UserError
 
@@ -107,6 +107,10 @@ def test_globs_are_sorted_and_recursive(tmp_path):
     # One pattern after the other, as they are given; a file that is named twice is read once.
     found = paths(files=(f"{tmp_path}/c/*.jsonl", f"{tmp_path}/[ab].*", f"{tmp_path}/a.txt"))
     assert found == [f"{tmp_path}/{name}" for name in ("c/d.jsonl", "a.jsonl", "a.txt", "b.jsonl")]
+    # Also where it is in a folder beside the mixture's.
+    (tmp_path / "c" / "mixture.yaml").write_text("sources: {web: {weight: 1, files: [../a.jsonl, '../*.jsonl']}}")
+    (source,) = load_mixture(tmp_path / "c" / "mixture.yaml").sources
+    assert len(locate(source)) == 5
 
 
 @pytest.mark.parametrize("name", ["*.jsonl", "folder"])

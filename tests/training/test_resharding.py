@@ -125,4 +125,8 @@ def test_what_cannot_be_exported_is_refused(run, model_folder, tmp_path):
     (run / "run.json").write_text(json.dumps(record | {"model": {"sha256": "0" * 64}}))
     with pytest.raises(UserError, match="is not what the run in"):
         export_checkpoint(run / "checkpoints" / "step-000004", tmp_path / "model")
+    of_images = {"config": record["config"] | {"images": {"train": "folder"}}}
+    (run / "run.json").write_text(json.dumps(record | of_images))
+    with pytest.raises(UserError, match="is a run on images: no model is made of its checkpoints"):
+        export_checkpoint(run / "checkpoints" / "step-000004", tmp_path / "model")
     assert not (tmp_path / "model").exists()
