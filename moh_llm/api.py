@@ -15,6 +15,7 @@ functions, so that `import moh_llm` is fast.
 
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **option
     Args:
         recipe: a YAML file, or a `TrainConfig`.
         overwrite: start anew where ``output_dir`` holds a run.
-        options: fields of `moh_llm.training.config.TrainConfig` that replace those of the file, such as
+        options: fields of `moh_llm.training.config.TrainConfig` that replace those of the recipe, such as
             ``max_steps=20`` or ``**{"optimizer.learning_rate": 1e-4}``.
 
     Returns:
@@ -99,11 +100,9 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **option
     from moh_llm.training.config import TrainConfig
     from moh_llm.training.loop import train as train_model
 
-    if isinstance(recipe, TrainConfig):
-        config = recipe
-    else:
-        given = [("train", *item) for item in options.items()]
-        config = read_options(TrainConfig, [*recipe_values(recipe), *given])
+    is_made = isinstance(recipe, TrainConfig)
+    values = [("recipe", *item) for item in asdict(recipe).items()] if is_made else recipe_values(recipe)
+    config = read_options(TrainConfig, [*values, *(("train", *item) for item in options.items())])
     kind = None
     if config.images is not None:
         from moh_llm.training.images import ImageTraining as kind

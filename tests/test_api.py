@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import moh_llm
+from moh_llm.training.config import LoraConfig, TrainConfig
 
 RECIPE = """
 model: {model}
@@ -48,6 +49,15 @@ def test_train(moh, river, tmp_path) -> None:
     assert (record.status, record.config["optimizer"]["learning_rate"]) == ("finished", 1e-4)
     assert record.content() == json.loads((output / "run.json").read_text())
     assert (output / "model" / "README.md").is_file() and not (tmp_path / "other").exists()
+
+
+def test_options_replace_those_of_a_config_too(monkeypatch) -> None:
+    monkeypatch.setattr("moh_llm.training.loop.train", lambda config, *_, **__: config)
+    config = TrainConfig(model="moh", output_dir="run", max_steps=2, lora=LoraConfig(rank=4), report_to=("wandb",))
+    assert moh_llm.train(config) == config
+    changed = moh_llm.train(config, max_steps=5, **{"lora.alpha": 8.0, "data": {"batch_size": 2}})
+    assert (changed.max_steps, changed.lora, changed.data.batch_size) == (5, LoraConfig(rank=4, alpha=8.0), 2)
+    assert changed.report_to == ("wandb",) and config.max_steps == 2
 
 
 def test_evaluate(moh, base, tmp_path, unrendered) -> None:
