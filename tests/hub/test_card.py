@@ -134,6 +134,7 @@ def test_a_model_from_scratch(folder: Path, tmp_path: Path) -> None:
     assert "is not on record" not in sections["What it keeps"]
     alone = check_card(build_card(folder, NAME))
     assert "No base is on record" in alone["How it was made"] and "is not on record" in alone["What it keeps"]
+    assert "compared at the lengths above" in sections["Limits"] and "lengths above" not in alone["Limits"]
 
 
 def test_an_evaluated_model(converted: Path, tmp_path: Path) -> None:
