@@ -23,6 +23,7 @@ NETWORKS = "tests/training/test_networks.py"
 CONVERTED = "tests/recount/test_recount.py::test_the_record_of_the_conversion"
 LOG = "tests/recount/test_recount.py::test_the_log_of_the_run"
 RUN = "tests/recount/test_recount.py::test_the_record_of_the_run"
+TRAIN = "tests/training/test_train.py"
 CLAIMS = "tests/recount/test_recount_claims.py"
 PATCHES = (
     Patch(
@@ -521,5 +522,40 @@ PATCHES = (
         "    squares += (low - centre) ** 2 + (high - centre) ** 2\n",
         "    squares += 0.0\n",
         ("tests/evaluation/test_eval_statistics.py::test_intervals_have_a_width_where_no_item_differs",),
+    ),
+    Patch(
+        "a run that is overwritten goes before anything is checked",
+        "moh_llm/training/runs.py",
+        "            check_holds_none(self.folder, [config.model])\n",
+        "            check_holds_none(self.folder, [config.model])\n            shutil.rmtree(self.model)\n",
+        (f"{TRAIN}::test_overwriting_removes_a_run_alone_and_only_once_nothing_is_missing",),
+    ),
+    Patch(
+        "the next command names the place that a base has left",
+        "moh_llm/commands/train.py",
+        "base = config.base or (",
+        "base = (",
+        ("tests/test_short_output.py::test_a_base_that_has_moved_is_named_by_its_new_place",),
+    ),
+    Patch(
+        "of two tasks of one name the last is scored twice",
+        "moh_llm/evaluation/suite.py",
+        "if tasks.count(task) > 1",
+        "if tasks.count(task) > 9",
+        ("tests/evaluation/test_eval_suite.py::test_bad_suites_are_named",),
+    ),
+    Patch(
+        "a file that a path and a glob name is read twice",
+        "moh_llm/data/locate.py",
+        "{os.path.normpath(file.path): file",
+        "{file.path: file",
+        ("tests/data/test_locate.py::test_globs_are_sorted_and_recursive",),
+    ),
+    Patch(
+        "options beside a config are dropped",
+        "moh_llm/api.py",
+        "for item in options.items())])",
+        "for item in options.items() if not is_made)])",
+        ("tests/test_api.py::test_options_replace_those_of_a_config_too",),
     ),
 )
