@@ -224,11 +224,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if (steps := self.schedule.warmup_steps) > self.max_steps:
-            warmup = f"schedule.warmup_steps={steps}"
-            raise UserError(f"{warmup} must not exceed max_steps={self.max_steps}; lower it or train longer")
+            raise UserError(f"schedule.warmup_steps={steps} must not exceed max_steps={self.max_steps}; lower it")
         if (rate := self.schedule.final_learning_rate) > (highest := self.optimizer.learning_rate):
             last = f"schedule.final_learning_rate={rate}"
             raise UserError(f"{last} must not exceed optimizer.learning_rate={highest}; lower it too")
+        if self.objective.kind == "noise" and self.images is None:
+            raise UserError("objective.kind=noise is for a DiT and its images; set distillation or cross_entropy")
         if self.freeze_base and self.lora is not None:
             raise UserError(
                 "freeze_base=true leaves no weight for adapters: set lora to null, or freeze_base to false, as "

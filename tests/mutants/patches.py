@@ -558,4 +558,11 @@ PATCHES = (
         "for item in options.items() if not is_made)])",
         ("tests/test_api.py::test_options_replace_those_of_a_config_too",),
     ),
+    Patch(
+        "a language model is trained on its text and called a denoiser",
+        "moh_llm/training/config.py",
+        'self.objective.kind == "noise" and self.images is None',
+        'self.objective.kind == "noise" and self.images is None and self.lora',
+        ("tests/training/test_recipe.py::test_bad_overrides_name_key_value_and_rule",),
+    ),
 )

@@ -65,6 +65,7 @@ def test_lora_is_switched_on_and_off(recipe: Path) -> None:
         (["--schedule.warmup_steps", "7"], "schedule.warmup_steps=7 must not exceed max_steps=6"),
         (["--optimizer.learning_rate", "1e-5"], "must not exceed optimizer.learning_rate=1e-05"),
         (["--lora.target_modules", "[]"], "lora.target_modules is empty"),
+        (["--objective.kind", "noise"], "objective.kind=noise is for a DiT and its images"),
     ],
 )
 def test_bad_overrides_name_key_value_and_rule(recipe: Path, arguments: list[str], message: str) -> None:
