@@ -26,9 +26,7 @@ def read_text(path: Path, limit: int = JSON_BYTES) -> str:
         if not stat.S_ISREG(found.st_mode):
             raise UserError(f"{path} is not a regular file; name a file")
         if found.st_size > limit:
-            raise UserError(
-                f"{path} has {found.st_size:,} bytes, more than the limit of {limit:,} for this kind of file"
-            )
+            raise UserError(f"{path} has {found.st_size:,} bytes, over the limit of {limit:,} for this kind of file")
         return path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist") from error

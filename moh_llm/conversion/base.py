@@ -177,9 +177,7 @@ def _check_family(config: dict[str, Any], name: str, paper_preset: bool) -> None
     if kind not in (*FAMILIES, "moh_llama"):
         raise UserError(f"{name}: model_type {kind!r} cannot be converted; these can: {', '.join(FAMILIES)}")
     if kind == "moh_llama" and config.get("moh_format", 1) > FORMAT:
-        raise UserError(
-            f"{name}: moh_format={config['moh_format']} is newer than this moh-llm reads ({FORMAT}); update it"
-        )
+        raise UserError(f"{name}: moh_format={config['moh_format']} is newer than moh-llm reads ({FORMAT}); update it")
     if config.get("quantization_config"):
         raise UserError(f"{name}: its weights are quantised; convert the full-precision checkpoint")
     if kind == "llama" and config.get("auto_map") and not paper_preset:

@@ -103,9 +103,7 @@ class PlanOptions:
     @property
     def window(self) -> int:
         """The config's `local_window`."""
-        if self.local_window is not None:
-            return self.local_window
-        return min(_WINDOW, max(1, self.context // 16))
+        return min(_WINDOW, max(1, self.context // 16)) if self.local_window is None else self.local_window
 
     @property
     def start(self) -> int:

@@ -160,9 +160,8 @@ def _of_selected_queries(query: Tensor, key: Tensor, value: Tensor, on: Tensor, 
             part = slice(begin, begin + _ROWS)
             last, start = (tensor[row % len(tensor), part] for tensor in (seen.last, seen.start))  # [rows, 1]
             low, high = int(start.min()), int(last.max()) + 1
-            own = (
-                int(last.min()) if int(start.max()) == low else low
-            )  # every query of the block sees all keys before this one
+            # Every query of the block sees all keys before this one.
+            own = int(last.min()) if int(start.max()) == low else low
             places = torch.arange(own, high)
             mask = torch.zeros(len(last), len(places), dtype=query.dtype)
             mask.masked_fill_((places > last) | (places < start), -torch.inf)

@@ -230,8 +230,7 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
                     balance = balance * predicted.sum().to(balance.device) / of_step
                 loss = loss + balance.to(loss.device)
 
-        fields = ("past_key_values", "hidden_states", "attentions", "router_logits")
-        states = {name: outputs.get(name) for name in fields}
+        states = {key: outputs.get(key) for key in ("past_key_values", "hidden_states", "attentions", "router_logits")}
         return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=logits, **states)
 
 

@@ -132,9 +132,7 @@ class HeadShard:
             raise ValueError(f"this device has {found:g} of {heads} heads, but routing needs all of them; {way}")
         mesh = mesh["tp"] if mesh.ndim > 1 else mesh
         if groups % (size := mesh.size()):
-            raise ValueError(
-                f"{groups} key-value heads cannot be split over {size} devices; use a tp_size that divides them"
-            )
+            raise ValueError(f"{groups} key-value heads cannot be split over {size} devices; tp_size must divide them")
         return cls(mesh.get_local_rank() * (heads // size), heads // size, mesh.get_group())
 
     def take(self, tensor: Tensor, dim: int = -1) -> Tensor:

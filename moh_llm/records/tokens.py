@@ -122,9 +122,7 @@ def read_tokens(folder: Path) -> TokensRecord:
     """
     path = folder / MIXTURE_RECORD
     if not path.is_file():
-        raise UserError(
-            f"{folder} holds no {MIXTURE_RECORD}; name a folder that moh-llm tokenize made, or a mixture file"
-        )
+        raise UserError(f"{folder} holds no {MIXTURE_RECORD}; name a folder of moh-llm tokenize, or a mixture file")
     content = read_json(path)
     if not isinstance(content, dict) or content.get("status") != "finished":
         raise UserError(f"{folder} is not finished; give the same moh-llm tokenize command again")

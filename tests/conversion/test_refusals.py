@@ -89,7 +89,7 @@ BAD_INPUT = {
     "code of its own": (REMOTE, "auto_map names code of its own"),
     "of a later version": (
         edit_config(model_type="moh_llama", moh_format=7),
-        "moh_format=7 is newer than this moh-llm reads (6); update it",
+        "moh_format=7 is newer than moh-llm reads (6); update it",
     ),
     "no tokenizer": (_drop_tokenizer, "has no tokenizer that loads"),
     "short text": (_short_text, "fewer than one window"),
