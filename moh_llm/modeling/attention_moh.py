@@ -40,9 +40,8 @@ class MoHLlamaAttention(llama.LlamaAttention):
             self.q_norm = llama.LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = llama.LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.router = MoHRouter(config, layer_idx)
-        fallbacks = {"value": MoHFallback, "local": MoHLocalFallback}
-        has_fallback = config.head_fallback in fallbacks and self.router.num_shared < config.num_attention_heads
-        self.fallback = fallbacks[config.head_fallback](config, layer_idx) if has_fallback else None
+        kind = {"value": MoHFallback, "local": MoHLocalFallback}.get(config.head_fallback)
+        self.fallback = kind(config, layer_idx) if kind and self.router.num_shared < self.router.num_heads else None
 
     def forward(
         self,
@@ -70,6 +69,9 @@ class MoHLlamaAttention(llama.LlamaAttention):
         if gate is None or self.router.is_full or (keeps_keys(implementation) and not seen.window):
             attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, llama.eager_attention_forward)
             out, weights = attention(self, query, key, value, attention_mask, **how, **kwargs)
+        elif kwargs.get("output_attentions", self.config.output_attentions):
+            way = "use all_heads_active() with attn_implementation='eager', or heads_on of moh_llm.analysis.heads"
+            raise ValueError(f"output_attentions=True: layers with heads off give no attention weights; {way}")
         else:
             out = attend(first=seen.first(gate != 0))
             if distant is not None and self.training:  # a gradient, also where no query sees a distant token

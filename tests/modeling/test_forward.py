@@ -189,3 +189,12 @@ def test_a_step_compiles_as_one_graph_for_all_sizes(make_pair, ids):
     compiled = torch.compile(moh, fullgraph=True, backend="eager", dynamic=True)
     got = compiled(ids[:, -1:], past_key_values=cache).logits
     torch.testing.assert_close(got, expected[:, -1:], atol=1e-4, rtol=1e-4)
+
+
+def test_attention_maps_are_the_bases_and_refused_of_layers_with_heads_off(make_pair, ids):
+    base, moh = make_pair(attn_implementation="eager", **PLANS["fallbacks"])
+    with torch.no_grad(), moh.all_heads_active():
+        maps, expected = (model(ids, output_attentions=True).attentions for model in (moh, base))
+    assert len(maps) == 2 and all(map(torch.equal, maps, expected))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^output_attentions=True: layers with heads off give no"):
+        moh(ids, output_attentions=True)
