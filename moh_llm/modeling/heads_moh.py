@@ -56,12 +56,14 @@ class RoutedModel:
     def set_active_heads(self, num_active_heads: int | Sequence[int] | None) -> None:
         """Set how many heads a token uses (shared + Top-K), in all layers or per layer; None: the config's number.
 
-        Raises ValueError for a number below a layer's shared heads, above its heads, or not of whole groups.
+        Raises ValueError for a list of another length, and for a number that a layer cannot have.
         """
         if num_active_heads is None:
             num_active_heads = [router.mean_active for router in self.routers]
         elif isinstance(num_active_heads, int):
             num_active_heads = [num_active_heads] * len(self.routers)
+        if (given := len(num_active_heads)) != (layers := len(self.routers)):
+            raise ValueError(f"num_active_heads has {given} entries for {layers} layers; give one each, or one for all")
         top_k = [router.top_k_of(active) for router, active in zip(self.routers, num_active_heads, strict=True)]
         for router, active, k in zip(self.routers, num_active_heads, top_k, strict=True):
             for own in (part for part in router.modules() if isinstance(part, MoHRouter)):  # PEFT may keep two

@@ -108,6 +108,8 @@ def test_active_heads_at_run_time(make_pair, ids):
         assert torch.equal(moh(ids).logits, two)
     with pytest.raises(ValueError, match=r"num_active_heads=5 must lie between .* \(layer 0\)"):
         moh.set_active_heads(5)
+    with pytest.raises(ValueError, match=r"^num_active_heads has 3 entries for 2 layers; give one each, or one"):
+        moh.set_active_heads([2, 2, 2])
 
 
 def test_the_balance_loss_of_groups(make_pair, ids):
