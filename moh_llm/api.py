@@ -95,14 +95,15 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **option
     Raises:
         UserError: bad input, or the run or its publication failed.
     """
-    from moh_llm.hub.publish import check_hub, finish_run
     from moh_llm.recipe import read_options, recipe_values
     from moh_llm.training.config import TrainConfig
-    from moh_llm.training.loop import train as train_model
 
     is_made = isinstance(recipe, TrainConfig)
     values = [("recipe", *item) for item in asdict(recipe).items()] if is_made else recipe_values(recipe)
     config = read_options(TrainConfig, [*values, *(("train", *item) for item in options.items())])
+    from moh_llm.hub.publish import check_hub, finish_run  # only now: imports of torch take long on a busy machine
+    from moh_llm.training.loop import train as train_model
+
     kind = None
     if config.images is not None:
         from moh_llm.training.images import ImageTraining as kind
@@ -129,12 +130,18 @@ def evaluate(models: PathLike | Sequence[PathLike], *, command_line: str = "", *
     Raises:
         UserError: a model, the suite, the data or the output folder cannot be used.
     """
-    from moh_llm.conversion.base import holds_image_model
     from moh_llm.evaluation.config import EvaluationConfig
-    from moh_llm.evaluation.evaluate import evaluate as evaluate_models
+    from moh_llm.evaluation.suite import load_suite
     from moh_llm.recipe import keyword_options
+    from moh_llm.records.model import CONFIG, read_config
 
     config = keyword_options(EvaluationConfig, "evaluate", models=models, **options)
+    for folder in map(Path, (*config.models, config.base or config.models[0])):
+        if (folder / CONFIG).is_file():
+            load_suite(config.suite).within(read_config(folder).get("max_position_embeddings") or 1 << 40)
+    from moh_llm.conversion.base import holds_image_model  # only now: imports of torch take long on a busy machine
+    from moh_llm.evaluation.evaluate import evaluate as evaluate_models
+
     if holds_image_model(config.models[0]):
         from moh_llm.evaluation.images import evaluate as evaluate_images
 

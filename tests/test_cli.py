@@ -28,6 +28,22 @@ def test_help_imports_nothing_heavy():
     assert all(command in done.stdout for command in COMMANDS)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("evaluate . --suite ruler", "suite ruler: every prompt is longer than a model's context, 2,048 tokens"),
+        ("train recipe.yaml --report_to [tensorboard,nowhere]", "report_to: 'nowhere' is unknown; known are aim, "),
+    ],
+)
+def test_what_needs_no_torch_is_refused_without(words, message, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 2048}')
+    (tmp_path / "recipe.yaml").write_text("model: .\noutput_dir: run\nmax_steps: 2\n")
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from moh_llm.cli import main; "
+    code += "print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    done = python("-c", code, str(ROOT), *words.split(), cwd=tmp_path)
+    assert done.stdout == "2 False\n" and done.stderr.startswith(f"error: {message}"), done.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop:

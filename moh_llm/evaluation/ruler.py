@@ -40,17 +40,15 @@ def prepare(suite: Suite, models: list[str], say: Callable[[str], None]) -> Suit
     """
     if not any(benchmark.lengths for benchmark in suite.benchmarks):
         return suite
-    import_generators()
     from transformers import AutoConfig
 
     configs = [AutoConfig.from_pretrained(model, trust_remote_code=False) for model in models]
     context = min(config.max_position_embeddings for config in configs)
-    kept = [benchmark for benchmark in suite.benchmarks if max(benchmark.lengths, default=0) <= context]
-    if not kept:
-        raise UserError(f"suite {suite.name}: every prompt is longer than the context of a model, {context:,} tokens")
-    if len(kept) < len(suite.benchmarks):
+    kept = suite.within(context)
+    import_generators()
+    if len(kept.benchmarks) < len(suite.benchmarks):
         say(f"prompts of more than {context:,} tokens, the context of a model, are left out")
-    return dataclasses.replace(suite, benchmarks=kept, tokenizer=suite.tokenizer or models[0])
+    return dataclasses.replace(kept, tokenizer=suite.tokenizer or models[0])
 
 
 def import_generators() -> None:

@@ -106,6 +106,13 @@ class Suite:
                 if column not in self.columns:
                     raise UserError(f"benchmark {benchmark.name}: published column {column!r} is not in `columns`")
 
+    def within(self, context: int) -> "Suite":
+        """The suite without prompts that are longer than a context. Raises UserError where none is left."""
+        kept = [benchmark for benchmark in self.benchmarks if max(benchmark.lengths, default=0) <= context]
+        if not kept:
+            raise UserError(f"suite {self.name}: every prompt is longer than a model's context, {context:,} tokens")
+        return dataclasses.replace(self, benchmarks=kept)
+
     def data_folder(self, data_dir: Path | None) -> Path | None:
         """Where this suite's data lies: the data it carries, else ``data_dir``, else None (the Hub)."""
         return self.folder / self.data if self.data else data_dir

@@ -9,6 +9,8 @@ from moh_llm.options import Names, Place, options
 
 Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 GateGradient = Literal["exact", "sampled", "none"]
+# Of Accelerate, whose import takes long on a busy machine; a test compares them.
+TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
 
 @options("data")
@@ -223,6 +225,8 @@ class TrainConfig:
     knows."""
 
     def __post_init__(self) -> None:
+        if unknown := [name for name in self.report_to if name not in TRACKERS]:
+            raise UserError(f"report_to: {unknown[0]!r} is unknown; known are {', '.join(TRACKERS)}")
         if (steps := self.schedule.warmup_steps) > self.max_steps:
             raise UserError(f"schedule.warmup_steps={steps} must not exceed max_steps={self.max_steps}; lower it")
         if (rate := self.schedule.final_learning_rate) > (highest := self.optimizer.learning_rate):

@@ -120,12 +120,13 @@ def test_two_tasks_end_to_end(
         assert row["scores"]["model"]["delta"]["value"] == -50
 
 
-def test_a_missing_package_is_one_line(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from moh_llm.evaluation.ruler import prepare
 
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 4096}')
     monkeypatch.setitem(sys.modules, "lm_eval.tasks.ruler.niah_utils", None)
     with pytest.raises(UserError, match=r'^RULER needs wonderwords and nltk: pip install "lm-eval\[ruler\]"$'):
-        prepare(load_suite("ruler"), [str(tiny_llama)], print)
+        prepare(load_suite("ruler"), [str(tmp_path)], print)
 
 
 def test_shorter_prompts_are_of_the_same_tasks() -> None:

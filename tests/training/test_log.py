@@ -4,13 +4,15 @@ import time
 from pathlib import Path
 
 import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from trained import read_log, unfinish
 
 from moh_llm.errors import UserError
 from moh_llm.records.run import LogLine, Routing, Scores
 from moh_llm.training import log as log_module
 from moh_llm.training import loop
-from moh_llm.training.log import ProgressLine, check_trackers, step_line
+from moh_llm.training.config import TRACKERS
+from moh_llm.training.log import ProgressLine, step_line
 from moh_llm.training.losses import StepLosses
 
 
@@ -75,10 +77,11 @@ def test_a_resumed_run_goes_on_in_the_same_curves_and_overwriting_removes_them(c
 
 
 def test_unknown_and_missing_trackers_are_refused_before_anything_is_written(configure, monkeypatch) -> None:
-    config = configure(report_to=["tensorbord"])
+    assert tuple(sorted(LOGGER_TYPE_TO_CLASS)) == TRACKERS
     with pytest.raises(UserError, match=r"report_to: 'tensorbord' is unknown; known are .*tensorboard.*wandb"):
-        loop.train(config)
-    assert not Path(config.output_dir).exists()
+        configure(report_to=["tensorbord"])
+    config = configure(report_to=["wandb"])
     monkeypatch.setattr(log_module, "get_available_trackers", lambda: [])
     with pytest.raises(UserError, match="report_to: wandb needs the package wandb: pip install wandb"):
-        check_trackers(("wandb",))
+        loop.train(config)
+    assert not Path(config.output_dir).exists()

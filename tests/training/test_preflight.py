@@ -75,7 +75,7 @@ def test_faults_are_status_1_and_name_their_way_out(recipe, model_copy, finished
 
     assert "data.batch_size=4 must be a multiple" in fault("--processes", 3)
     assert "is not a folder" in fault("--model", "none")
-    assert "report_to: 'tensorbord' is unknown" in fault("--report_to", "[tensorbord]")
+    assert "report_to: aim needs the package aim" in fault("--report_to", "[aim]")
     assert "different: seed" in fault("--output-dir", finished_run, "--seed", 1)
     assert "tokens, fewer than one" in fault("--data.sequence_length", 10**6)
     assert "objective.keys=0.5 has no effect" in fault("--objective.keys", 0.5)

@@ -26,7 +26,7 @@ def test_overrides_come_after_the_recipe(recipe: Path) -> None:
     [
         ("seed", "0o10", 8),
         ("output_dir", "1:30", "1:30"),
-        ("report_to", "[no]", ("no",)),
+        ("lora", "{target_modules: [no]}", LoraConfig(target_modules=("no",))),
         ("seed", "1_000", None),
         ("gradient_checkpointing", "no", None),
     ],
