@@ -15,6 +15,7 @@ os.environ["MOH_LLM_COMPUTE_DTYPE"] = "float32"  # the same figures on every mac
 
 import pytest
 import torch
+from builds import enter
 from filelock import FileLock
 from tiny import save_byte_tokenizer, save_model
 
@@ -26,14 +27,10 @@ EXTENSIONS = Path(sys.prefix) / "torch-extensions"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep what DeepSpeed compiles in the virtual environment, and remove the lock that a build leaves when killed.
-
-    Everyone who comes after would wait for that lock for ever.
-    """
+    """Keep what DeepSpeed compiles in the virtual environment."""
     if "TORCH_EXTENSIONS_DIR" not in os.environ and os.access(sys.prefix, os.W_OK):
         os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)  # pytest-xdist's workers inherit it
-        for lock in EXTENSIONS.glob("*/lock"):
-            lock.unlink()
+        enter(EXTENSIONS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,11 +1,13 @@
 """One writer per output folder, also when writers are killed, and each command that writes one."""
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import builds
 import pytest
 import yaml
 
@@ -95,6 +97,19 @@ def test_a_place_where_no_lock_can_be_made_is_refused(tmp_path):
         lock_folder(tmp_path / "file/out"),
     ):
         pytest.fail("nothing is locked")
+
+
+def test_a_builds_lock_stays_while_another_run_of_pytest_may_be_compiling(tmp_path):
+    lock = tmp_path / "builds" / "extension" / "lock"
+    first = builds.enter(tmp_path / "builds")
+    lock.parent.mkdir()
+    lock.touch()
+    second = builds.enter(tmp_path / "builds")
+    assert lock.exists()
+    os.close(first)
+    os.close(second)
+    os.close(builds.enter(tmp_path / "builds"))
+    assert not lock.exists()
 
 
 # ---- the commands
