@@ -95,7 +95,7 @@ def check_tensors(name: str, folder: Path, weight_map: Mapping[str, str], config
             raise UserError(f"{name}: {tensor} in {where} has shape {given}, {CONFIG} asks for {shape}")
     if missing := sorted(needed):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{name}: the weights lack {missing[0]}{more} that {CONFIG} asks for; download or convert again")
+        raise UserError(f"{name}: the weights lack {missing[0]}{more} that {CONFIG} needs; download or convert again")
     unknown = [tensor for tensor in unknown if not re.search(r"rotary_emb\.inv_freq$", tensor)]
     return Tensors(found, unknown, is_tied(folder, found, config.tie_word_embeddings))
 
