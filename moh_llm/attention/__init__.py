@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
 from moh_llm.attention import cpu, decode, flash, flex
@@ -23,7 +24,7 @@ from moh_llm.modeling.interval_attention_moh import NAME, Distant, reference_att
 from moh_llm.modeling.seen_moh import Seen
 
 # name -> (attend, why_not), in order of preference: the first backend that takes a call computes it.
-BACKENDS: dict[str, tuple[Callable[[Call], torch.Tensor], Callable[[Call], str | None]]] = {
+BACKENDS: dict[str, tuple[Callable[[Call], Tensor], Callable[[Call], str | None]]] = {
     "decode": (decode.decode_attention, decode.why_not),
     "flash": (flash.flash_attention, flash.why_not),
     "flex": (flex.flex_attention, flex.why_not),
@@ -64,10 +65,10 @@ def choose_for(device: torch.device | str, dtype: torch.dtype, head_dim: int, le
 
 
 def interval_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
     seen: Seen,
     scaling: float,
     distant: Distant | None = None,
@@ -75,9 +76,9 @@ def interval_attention(
     kinds: Kinds | None = None,
     module: torch.nn.Module | None = None,
     **kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """`moh_llm.modeling.interval_attention_moh.interval_attention`, by the backend that `choose` picks."""
-    if not isinstance(key, torch.Tensor):  # a cache with a layout of its own
+    if not isinstance(key, Tensor):  # a cache with a layout of its own
         call = Call(query, key, value, first, seen, scaling, distant, dropout, kinds)
         return key.attend(interval_attention, call, module=module, **kwargs)
     if query.device.type in DEVICES and torch.is_autocast_enabled(query.device.type):  # autocast does this for SDPA

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from moh_llm.attention.call import Call, Kinds
@@ -24,9 +25,9 @@ class SplitKeys(NamedTuple):
     Each part has ids of heads, the keys and values `[B, groups, n, D]` of their groups, and the visible keys.
     """
 
-    parts: list[tuple[list[int] | slice, torch.Tensor, torch.Tensor, Seen]]
+    parts: list[tuple[list[int] | slice, Tensor, Tensor, Seen]]
 
-    def attend(self, attention: Callable[..., torch.Tensor], call: Call, **kwargs: Any) -> torch.Tensor:
+    def attend(self, attention: Callable[..., Tensor], call: Call, **kwargs: Any) -> Tensor:
         """`interval_attention` `[B, T, H, D]` of these keys: one call of `attention` per part."""
         on, out = call.first <= call.seen.start, None
         for heads, keys, values, seen in self.parts:
@@ -75,14 +76,14 @@ class _Room:
     """Keys and values `[B, groups, n, D]` that grow without copying at every step."""
 
     def __init__(self) -> None:
-        self._room: list[torch.Tensor] = []
+        self._room: list[Tensor] = []
         self.length = 0
 
     @property
-    def states(self) -> list[torch.Tensor]:
+    def states(self) -> list[Tensor]:
         return [room[:, :, : self.length] for room in self._room]
 
-    def append(self, new: Sequence[torch.Tensor]) -> None:
+    def append(self, new: Sequence[Tensor]) -> None:
         if not self.length:
             self._room, self.length = [one.clone() for one in new], new[0].shape[2]  # a view would keep all groups
             return
@@ -94,7 +95,7 @@ class _Room:
             self._room[number][:, :, self.length : end] = states
         self.length = end
 
-    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
         self._room = [change(states) for states in self.states]
 
 
@@ -126,7 +127,7 @@ class MoHCacheLayer(DynamicLayer):
         self.length = self.begin = 0
         self._late = 0  # from this token on no row has all heads on, as of the last drop
         # The first token of each row's document, as of the last drop, `[B or 1, 1, 1]`.
-        self._starts: torch.Tensor | None = None
+        self._starts: Tensor | None = None
 
     def near_seen(self, seen: Seen | None) -> Seen | None:
         """Translate `seen` to the kept keys of the groups that are never on.
@@ -150,8 +151,8 @@ class MoHCacheLayer(DynamicLayer):
         )
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, cache_kwargs: dict[str, Any] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[SplitKeys, SplitKeys]:
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: dict[str, Any] | None = None
+    ) -> tuple[Tensor, Tensor] | tuple[SplitKeys, SplitKeys]:
         """Add keys and values `[B, KV, T, D]`; return those of all tokens, or a `SplitKeys` in place of both.
 
         Args:
@@ -183,7 +184,7 @@ class MoHCacheLayer(DynamicLayer):
         self._drop(seen)
         return split, split
 
-    def _of_all_groups(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _of_all_groups(self, parts: Sequence[Tensor]) -> Tensor:
         """Merge keys or values of both kinds of groups."""
         whole = parts[0].new_empty(len(parts[0]), self.config.num_key_value_heads, *parts[0].shape[2:])
         for groups, states in zip(self._groups, parts, strict=True):
@@ -234,7 +235,7 @@ class MoHCacheLayer(DynamicLayer):
         self.keys, self.values = self._rooms[0].states
         self.length = left
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:
             return
         for room in self._rooms:
@@ -255,7 +256,7 @@ class MoHCacheLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._each(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         self._each(lambda tensor: tensor[indices])
 
 
@@ -273,12 +274,12 @@ class MoHCache(Cache):
 
     def update(
         self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
         layer_idx: int,
         cache_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[SplitKeys, SplitKeys]:
+    ) -> tuple[Tensor, Tensor] | tuple[SplitKeys, SplitKeys]:
         """See `MoHCacheLayer.update`; `cache_kwargs` holds `seen` and `all_on`."""
         layer, given = self.layers[layer_idx], cache_kwargs or {}
         if layer.local_groups:

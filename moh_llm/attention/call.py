@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from moh_llm.modeling.interval_attention_moh import Distant
 from moh_llm.modeling.seen_moh import Seen
@@ -18,10 +19,10 @@ class Call(NamedTuple):
     excepted); None if they are not known.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    first: torch.Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    first: Tensor
     seen: Seen
     scaling: float
     distant: Distant | None = None

@@ -6,6 +6,7 @@ from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils._triton import has_triton
 from transformers.models.llama import modeling_llama as llama
@@ -37,7 +38,7 @@ def compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors[0].device.type not in DEVICES or torch.compiler.is_compiling():
             return function(*args, **kwargs)
         for tensor in tensors:
@@ -55,9 +56,7 @@ def _compile(function: Callable[P, R], count: int, **options: Any) -> Callable[P
     return torch.compile(own, **(OPTIONS or {"options": options}))
 
 
-def rotary_embedding(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Apply rotary embedding to queries `[B, H, T, D]` and keys `[B, KV, T, D]`, bit for bit as transformers does.
 
     `cos` and `sin` are `[B or 1, T, D]`. Single tokens are not compiled, since the call costs more than it saves.
@@ -74,8 +73,6 @@ def rotary_embedding(
 
 
 @functools.partial(compiled, emulate_precision_casts=True)  # rounds after each operation, as eager code does
-def _rotated(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """`rotary_embedding` of queries `[B, T, H, D]` and keys `[B, T, KV, D]`."""
     return llama.apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)

@@ -15,6 +15,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from moh_llm.attention.call import Call
@@ -42,7 +43,7 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-def cpu_attention(call: Call) -> torch.Tensor:
+def cpu_attention(call: Call) -> Tensor:
     """`interval_attention` of a call that `why_not` does not refuse, `[B, T, H, D]`."""
     query, seen, on = call.query, call.seen, call.first <= call.seen.start
     if not call.wants_gradients:
@@ -58,7 +59,7 @@ def cpu_attention(call: Call) -> torch.Tensor:
     return attention_of_step(cast, on) if query.shape[2] == 1 else _in_inference(cast, on)
 
 
-def _as_sdpa_casts(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _as_sdpa_casts(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast as SDPA does: to autocast's dtype, or else the queries' dtype; with a last dimension of stride 1."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -79,7 +80,7 @@ class _Document(NamedTuple):
     start: int
 
 
-def _documents(seen: Seen, length: int) -> tuple[list[_Document], torch.Tensor | None]:
+def _documents(seen: Seen, length: int) -> tuple[list[_Document], Tensor | None]:
     """Documents of more than one token, and the queries that see only their own key, `[B or 1, T]`."""
     if seen.is_causal:
         return [_Document(slice(None), 0, seen.lead, length, 0)], None
@@ -96,26 +97,26 @@ def _documents(seen: Seen, length: int) -> tuple[list[_Document], torch.Tensor |
     return found, alone if bool(alone.any()) else None
 
 
-def _of_lone(value: torch.Tensor, seen: Seen, heads: int) -> torch.Tensor:
+def _of_lone(value: Tensor, seen: Seen, heads: int) -> Tensor:
     """Outputs of queries that see only their own key, `[B, T, H, D]`."""
     own = value.index_select(2, seen.last[0, :, 0]).transpose(1, 2)
     return own.repeat_interleave(heads // value.shape[1], 2)
 
 
-def _in_training(call: Call, on: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_training(call: Call, on: Tensor) -> tuple[Tensor, Tensor]:
     """Full attention of heads that may be on, and windowed attention of heads that may be off, `[B, T, H, D]` each."""
     query, key, value, _, seen, scaling, *_ = call
     batch, heads, length, size = query.shape
     documents, alone = kept(seen, "documents", lambda: _documents(seen, length))
     always, never = call.kinds or ((), ())
 
-    def full_of(ids: list[int], spans: list[tuple[slice, slice]]) -> torch.Tensor:
+    def full_of(ids: list[int], spans: list[tuple[slice, slice]]) -> Tensor:
         """Full attention of these heads up to the end of the last span, `[B, end, len(ids), D]`."""
         end = max(tokens.stop for _, tokens in spans)
         states = (tensor[:, :, :end] for tensor in states_of(ids, query, key, value))
         return AttentionOfSpans.apply(*states, spans, scaling).transpose(1, 2)
 
-    def spread(ids: list[int], tensor: torch.Tensor) -> torch.Tensor:
+    def spread(ids: list[int], tensor: Tensor) -> Tensor:
         """Scatter `[B, T, len(ids), D]` into zeros `[B, T, H, D]`."""
         if len(ids) == heads and ids == sorted(ids):
             return tensor
@@ -142,7 +143,7 @@ def _in_training(call: Call, on: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return full, pad(near, (0, 0, 0, 0, seen.lead, 0))
 
 
-def _in_inference(call: Call, on: torch.Tensor) -> torch.Tensor:
+def _in_inference(call: Call, on: Tensor) -> Tensor:
     """`cpu_attention` of more than one query per row; `on` `[B, T, H]` says which heads are on."""
     seen, always = call.seen, call.kinds[0] if call.kinds else ()
     batch, heads, length, size = call.query.shape
@@ -164,9 +165,7 @@ def _in_inference(call: Call, on: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _write_document(
-    out: torch.Tensor, call: Call, on: torch.Tensor, document: _Document, always: tuple[int, ...]
-) -> None:
+def _write_document(out: Tensor, call: Call, on: Tensor, document: _Document, always: tuple[int, ...]) -> None:
     """Write full attention of one document to `out` `[B, T, H, D]` where heads are on.
 
     A head is computed for all queries if selecting the ones that are on, `[B, T, H]`, would not save time.

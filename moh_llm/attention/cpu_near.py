@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
@@ -32,9 +33,9 @@ class Band(NamedTuple):
         added: term added to the score of the distant token, `[B or 1, T', 1]`.
     """
 
-    index: torch.Tensor
-    shows: torch.Tensor
-    added: torch.Tensor
+    index: Tensor
+    shows: Tensor
+    added: Tensor
 
     @classmethod
     def from_seen(cls, seen: Seen, count: int) -> "Band":
@@ -53,12 +54,12 @@ class Band(NamedTuple):
         added = hidden.clamp_min(1).double().log().masked_fill(hidden < 1, -torch.inf)
         return cls(index[:, :, 0].clamp(0, count - 1), shows, added)
 
-    def mask(self, batch: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, batch: int, heads: int, dtype: torch.dtype) -> Tensor:
         """The additive mask for `heads` heads that share keys, `[B * N, 1, heads * block, K]`."""
         mask = torch.zeros(self.shows.shape, dtype=dtype).masked_fill_(~self.shows, -torch.inf)
         return mask.expand(batch, -1, -1, -1).flatten(0, 1).repeat(1, heads, 1).unsqueeze(1)
 
-    def read(self, states: torch.Tensor, groups: slice | torch.Tensor) -> torch.Tensor:
+    def read(self, states: Tensor, groups: slice | Tensor) -> Tensor:
         """Gather keys or values `[B, KV, S, D]` of each block and `groups`, `[B * N, groups, K, D]`."""
         rows, count, width = self.index.shape
         first = isinstance(groups, slice) or count * width > states.shape[2]  # the smaller copy
@@ -72,7 +73,7 @@ class Band(NamedTuple):
         return found if first else take(found, 1, groups)
 
 
-def near_attention(call: Call, heads: Iterable[int]) -> tuple[list[int], torch.Tensor]:
+def near_attention(call: Call, heads: Iterable[int]) -> tuple[list[int], Tensor]:
     """Outputs of `heads` where they are off, for the queries after the first `seen.lead` ones.
 
     Returns:
@@ -106,14 +107,8 @@ def near_attention(call: Call, heads: Iterable[int]) -> tuple[list[int], torch.T
 
 
 def _of_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    block: int,
-    scaling: float,
-    distant: Distant | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, block: int, scaling: float, distant: Distant | None
+) -> Tensor:
     """Attention `[B, T, H, D]` of queries `[B, T, H, D]` to the keys of their blocks `[B * N, KV, K, D]`.
 
     The distant token has scores `[B, T, H]`, -inf where no key is hidden, and values `[H, D]`.
@@ -121,7 +116,7 @@ def _of_blocks(
     batch, length, heads, size = query.shape
     groups, missing = key.shape[1], -length % block
 
-    def blocks(tensor: torch.Tensor) -> torch.Tensor:
+    def blocks(tensor: Tensor) -> Tensor:
         """Reshape `[B, T, H, X]` to `[B * N, KV, H / KV * block, X]`."""
         tensor = pad(tensor, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, block)).flatten(0, 1)
         return tensor.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -144,14 +139,14 @@ class _AttentionAndDistant(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
         scaling: float,
-        score: torch.Tensor | None,
-        far: torch.Tensor | None,
-    ) -> torch.Tensor:
+        score: Tensor | None,
+        far: Tensor | None,
+    ) -> Tensor:
         """Outputs."""
         out, sums = flash_attention(query, key, value, attn_mask=mask, scale=scaling)
         if score is not None:
@@ -165,7 +160,7 @@ class _AttentionAndDistant(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of queries, keys, values, and the distant token's scores and values."""
         query, key, value, mask, out, sums, score, far = ctx.saved_tensors
         gradient, of_score, of_far = gradient.contiguous(), None, None

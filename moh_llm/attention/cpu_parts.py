@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moh_llm.modeling.seen_moh import Seen
@@ -26,15 +27,13 @@ def kept(seen: Seen, name: Any, make: Callable[[], Any]) -> Any:
     return found
 
 
-def merge(
-    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge the attention to two sets of keys, each given as outputs `[..., D]` and log-sum-exp `[...]`."""
     weight = torch.sigmoid(other[1] - one[1]).unsqueeze(-1).to(one[0].dtype)
     return one[0].lerp(other[0], weight), torch.logaddexp(one[1], other[1])
 
 
-def places_of(heads: Iterable[int]) -> slice | torch.Tensor:
+def places_of(heads: Iterable[int]) -> slice | Tensor:
     """Ids of heads as a slice if they are consecutive (indexing then makes no copy), else as a tensor."""
     ids = list(heads)
     if ids and ids == list(range(ids[0], ids[-1] + 1)):
@@ -42,14 +41,14 @@ def places_of(heads: Iterable[int]) -> slice | torch.Tensor:
     return torch.tensor(ids, dtype=torch.long)
 
 
-def take(tensor: torch.Tensor, dim: int, places: slice | torch.Tensor) -> torch.Tensor:
+def take(tensor: Tensor, dim: int, places: slice | Tensor) -> Tensor:
     """Select the entries at `places` of a dimension."""
     if isinstance(places, slice):
         return tensor.narrow(dim, places.start, places.stop - places.start)
     return tensor.index_select(dim, places)
 
 
-def put(tensor: torch.Tensor, dim: int, places: slice | torch.Tensor, entries: torch.Tensor) -> None:
+def put(tensor: Tensor, dim: int, places: slice | Tensor, entries: Tensor) -> None:
     """Write entries to where `take` reads them."""
     if isinstance(places, slice):
         take(tensor, dim, places).copy_(entries)
@@ -57,9 +56,7 @@ def put(tensor: torch.Tensor, dim: int, places: slice | torch.Tensor, entries: t
         tensor.index_copy_(dim, places, entries)
 
 
-def states_of(
-    heads: list[int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def states_of(heads: list[int], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The queries of `heads`, and their keys and values with an equal number of query heads per key-value head."""
     count, groups = query.shape[1], key.shape[1]
     if len(heads) == count:
@@ -74,7 +71,7 @@ def states_of(
     return own, take(key, 1, places), take(value, 1, places)
 
 
-def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """Causal attention `[B, T, H, D]` of the last T of S tokens, for inference.
 
     The kernel gives every thread the same number of queries, in order of rows and heads, but later queries see more
@@ -100,13 +97,8 @@ class AttentionOfSpans(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        spans: list[tuple[slice, slice]],
-        scaling: float,
-    ) -> torch.Tensor:
+        ctx, query: Tensor, key: Tensor, value: Tensor, spans: list[tuple[slice, slice]], scaling: float
+    ) -> Tensor:
         """Outputs."""
         if _is_whole(spans, query):
             out, sums = flash_attention(query, key, value, is_causal=True, scale=scaling)
@@ -121,7 +113,7 @@ class AttentionOfSpans(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of queries, keys and values."""
         query, key, value, out, sums = ctx.saved_tensors
         if _is_whole(ctx.spans, query):
@@ -136,14 +128,8 @@ class AttentionOfSpans(torch.autograd.Function):
 
 
 def _causal_gradients(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    sums: torch.Tensor,
-    scaling: float,
-) -> tuple[torch.Tensor, ...]:
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, scaling: float
+) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values.
 
     The backward kernel gives whole key-value heads to threads. If the number of threads does not divide them, every
@@ -157,7 +143,7 @@ def _causal_gradients(
     return found[0], *(tensor.unflatten(1, (-1, shared)).sum(2) for tensor in found[1:])
 
 
-def _is_whole(spans: list[tuple[slice, slice]], query: torch.Tensor) -> bool:
+def _is_whole(spans: list[tuple[slice, slice]], query: Tensor) -> bool:
     """Whether the spans are one span of all rows and tokens of `query` `[B, H, T, D]`."""
     return spans == [(slice(None), slice(0, query.shape[2]))]
 

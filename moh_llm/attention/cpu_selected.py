@@ -10,6 +10,7 @@ Shapes: B batch, T queries, S keys (of the cache and of this pass), H query head
 import itertools
 
 import torch
+from torch import Tensor
 
 from moh_llm.attention.call import Call
 from moh_llm.attention.cpu_parts import flash_attention, kept, merge, sums_dtype
@@ -19,14 +20,7 @@ _BLOCK = 256  # tokens of a block with a mask: smaller blocks waste fewer scores
 _PARTS = 8  # most parts into which a decoding step splits its keys
 
 
-def write_selected(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    selected: torch.Tensor,
-    scaling: float,
-) -> None:
+def write_selected(out: Tensor, query: Tensor, key: Tensor, value: Tensor, selected: Tensor, scaling: float) -> None:
     """Write head outputs `[B, T, H, D]` where `selected` `[B, T, H]`; the last key belongs to the last query."""
     heads, length = query.shape[1:3]
     by_token, shared = query.transpose(1, 2), heads // key.shape[1]
@@ -41,9 +35,7 @@ def write_selected(
                 out[row, tokens, own] = found[0, 0]
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, scaling: float
-) -> torch.Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scaling: float) -> Tensor:
     """Causal attention `[1, 1, N, D]` of queries at increasing `positions` `[N]` to keys `[1, 1, S, D]`."""
     length, begin = key.shape[2], int(positions[0]) // _BLOCK * _BLOCK
     edges = [*range(begin, length, _BLOCK), length]
@@ -51,7 +43,7 @@ def _attend(
     out, total = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=sums_dtype(query.dtype))
     later = torch.full((_BLOCK, _BLOCK), -torch.inf, dtype=query.dtype).triu(1)
 
-    def part(rows: slice, first: int, last: int, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(rows: slice, first: int, last: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         states = query[:, :, rows], key[:, :, first:last], value[:, :, first:last]
         return flash_attention(*states, attn_mask=mask, scale=scaling)
 
@@ -80,7 +72,7 @@ def _attend(
     return out
 
 
-def attention_of_step(call: Call, on: torch.Tensor) -> torch.Tensor:
+def attention_of_step(call: Call, on: Tensor) -> Tensor:
     """`interval_attention` of one query per row; reads a key-value head only if one of its query heads is on."""
     query, key, value, _, seen, scaling, distant, *_ = call
     batch, heads, _, size = query.shape
@@ -113,7 +105,7 @@ def attention_of_step(call: Call, on: torch.Tensor) -> torch.Tensor:
 
 def _runs(
     seen: Seen, batch: int
-) -> tuple[list[tuple[slice, int, tuple[slice, slice], torch.Tensor | None]], int, torch.Tensor | None]:
+) -> tuple[list[tuple[slice, int, tuple[slice, slice], Tensor | None]], int, Tensor | None]:
     """Group neighbouring rows of a decoding step whose documents begin at the same key.
 
     Returns:
@@ -132,9 +124,7 @@ def _runs(
     return found, end, sees_all
 
 
-def _write_step(
-    out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, flags: list[bool], scaling: float
-) -> None:
+def _write_step(out: Tensor, query: Tensor, key: Tensor, value: Tensor, flags: list[bool], scaling: float) -> None:
     """Write attention of queries `[N, 1, M, D]` to keys `[N, 1, S, D]` of the key-value heads whose flag is true.
 
     One call computes a multiple of the number of threads of key-value heads, without copying keys. For the remaining
@@ -148,9 +138,7 @@ def _write_step(
         out[places] = _in_parts(query[places], key[places], value[places], threads, scaling)
 
 
-def _in_parts(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, threads: int, scaling: float
-) -> torch.Tensor:
+def _in_parts(queries: Tensor, keys: Tensor, values: Tensor, threads: int, scaling: float) -> Tensor:
     """Attention of queries `[N, 1, H, D]` to keys `[N, 1, S, D]`, with the keys split among the threads."""
     length = keys.shape[2]
     parts = min(threads, _PARTS, length)

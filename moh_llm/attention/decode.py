@@ -20,6 +20,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .call import Call
 
@@ -164,25 +165,25 @@ def tiles(shared: int, size: int, dtype: torch.dtype) -> dict[str, int]:
     return tile | {"num_warps": 8 if is_wide else 4, "num_stages": 2 if is_wide else 3}
 
 
-def _step(x: torch.Tensor, dim: int) -> int:
+def _step(x: Tensor, dim: int) -> int:
     """How far apart neighbours of a dimension are, which are the same one where its length is 1."""
     return x.stride(dim) if x.shape[dim] > 1 else 0
 
 
 def launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor,
-    start: torch.Tensor,
-    sink_end: torch.Tensor,
-    last: torch.Tensor,
-    hidden: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    start: Tensor,
+    sink_end: Tensor,
+    last: Tensor,
+    hidden: Tensor,
     scaling: float,
-    score: torch.Tensor | None = None,
-    distant: torch.Tensor | None = None,
-    visible: torch.Tensor | None = None,
-) -> torch.Tensor:
+    score: Tensor | None = None,
+    distant: Tensor | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
     """Head outputs `[B, 1, H, D]` of one new token per row; zeros where a head sees nothing.
 
     A head sees keys s of start <= s <= last with s >= first or s < sink_end. Keys outside of that are not read, but for
@@ -247,12 +248,12 @@ decode = torch.ops.moh_llm.decode.default
 
 
 @torch.library.register_fake("moh_llm::decode")
-def _(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     batch, heads, length, size = query.shape
     return query.new_empty(batch, length, heads, size)
 
 
-def decode_attention(call: Call) -> torch.Tensor:
+def decode_attention(call: Call) -> Tensor:
     """`interval_attention` of one new token per row, `[B, 1, H, D]`.
 
     Raises:

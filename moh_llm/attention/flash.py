@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .call import FLOAT16, Call
 from .parts import Kernels, attention_of_parts, why_not_sorted
@@ -19,7 +20,7 @@ from .plan import BLOCK, Blocks, Plan, list_blocks
 
 PACKAGE = "flash-attn-4"
 HEAD_SIZES = (64, 128)
-States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+States = tuple[Tensor, Tensor, Tensor]
 
 
 def why_not(call: Call) -> str | None:
@@ -51,14 +52,14 @@ def _is_installed() -> bool:
         return False
 
 
-def flash_attention(call: Call) -> torch.Tensor:
+def flash_attention(call: Call) -> Tensor:
     """`interval_attention` with flash-attn-4 for sorted queries, `[B, T, H, D]`."""
     return attention_of_parts(call, Kernels(sorted_attention, causal_attention, causal_attention))
 
 
 def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of each query to all keys up to its own, or to the last `window` of them.
 
     `query` is `[B, H, T, D]`, `key` and `value` are `[B, KV, S, D]`. Returns outputs `[B, H, T, D]` and their
@@ -67,9 +68,7 @@ def causal_attention(
     return torch.ops.moh_llm.flash(query, key, value, scaling, window, [], [])
 
 
-def sorted_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sorted_attention(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scaling: float) -> tuple[Tensor, Tensor]:
     """Attention of sorted queries; same contract as `flex.sorted_attention`.
 
     `query` is `[B, G, N, D]`, `key` and `value` are `[B, G, S, D]`. Returns outputs `[B, G, N, D]` and their
@@ -80,14 +79,14 @@ def sorted_attention(
 
 
 def forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     scaling: float,
     window: int | None,
-    bounds: list[torch.Tensor],
-    lists: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    bounds: list[Tensor],
+    lists: list[Tensor],
+) -> tuple[Tensor, Tensor]:
     """Forward pass of one call: outputs and log-sum-exp.
 
     For sorted queries, `bounds` holds last, low and, with sinks, start and sink_end; `lists` holds the fields of
@@ -105,18 +104,18 @@ def forward(
 
 
 def backward(
-    grad: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
     scaling: float,
     window: int | None,
-    bounds: list[torch.Tensor],
-    lists: list[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    bounds: list[Tensor],
+    lists: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value.
 
     If other parts were merged into the softmax, pass `grad`, `out` and `lse` of the merged result, without `grad_lse`:
@@ -141,7 +140,7 @@ def backward(
     return tuple(tensor.transpose(1, 2) for tensor in gradients)
 
 
-def _how(window: int | None, bounds: list[torch.Tensor]) -> dict[str, Any]:
+def _how(window: int | None, bounds: list[Tensor]) -> dict[str, Any]:
     """Arguments that select the visible keys, without the lists of blocks."""
     if bounds:
         from . import flash_masks
@@ -151,7 +150,7 @@ def _how(window: int | None, bounds: list[torch.Tensor]) -> dict[str, Any]:
     return {"causal": True} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def _lists_of_keys(lists: list[torch.Tensor], entries: int, keys: int) -> Any:
+def _lists_of_keys(lists: list[Tensor], entries: int, keys: int) -> Any:
     """The blocks of keys to read. Blackwell computes two blocks of entries at once, which share one list."""
     from flash_attn.cute import interface
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -162,7 +161,7 @@ def _lists_of_keys(lists: list[torch.Tensor], entries: int, keys: int) -> Any:
     return BlockSparseTensorsTorch(*blocks, block_size=(size, BLOCK))
 
 
-def _lists_of_queries(lists: list[torch.Tensor], entries: int, keys: int) -> Any:
+def _lists_of_queries(lists: list[Tensor], entries: int, keys: int) -> Any:
     """The blocks of entries that read each block of keys, and the order of writes if gradients are deterministic."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, compute_dq_write_order
 
@@ -189,7 +188,7 @@ def _paired(blocks: Blocks) -> Blocks:
     """Lists for pairs of rows: partial if either row reads the block, full if both rows read all of it."""
     columns = torch.arange(blocks.full.shape[-1], device=blocks.full.device)
 
-    def flags(count: torch.Tensor, listed: torch.Tensor) -> torch.Tensor:
+    def flags(count: Tensor, listed: Tensor) -> Tensor:
         """`[B, G, M / 2, 2, K]`; an odd last row is paired with itself."""
         found = torch.zeros_like(listed, dtype=torch.bool).scatter_(-1, listed.long(), columns < count.unsqueeze(-1))
         return torch.cat([found, found[:, :, -1:]], dim=2)[:, :, : -(-found.shape[2] // 2) * 2].unflatten(2, (-1, 2))
@@ -199,22 +198,22 @@ def _paired(blocks: Blocks) -> Blocks:
     return list_blocks((partial | full).any(3) & ~both, both)
 
 
-def _fake_forward(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_forward(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     return torch.empty_like(query.transpose(1, 2)).transpose(1, 2), lse
 
 
-def _fake_backward(grad: torch.Tensor, grad_lse: torch.Tensor | None, *args: Any) -> States:
+def _fake_backward(grad: Tensor, grad_lse: Tensor | None, *args: Any) -> States:
     return tuple(torch.empty_like(states.transpose(1, 2)).transpose(1, 2) for states in args[:3])
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     query, key, value, scaling, window, bounds, lists = inputs
     ctx.save_for_backward(query, key, value, *output, *bounds, *lists)
     ctx.how = scaling, window, len(bounds), len(lists)
 
 
-def _gradients(ctx: Any, grad: torch.Tensor, grad_lse: torch.Tensor) -> tuple:
+def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple:
     states, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     scaling, window, bounds, lists = ctx.how
     gradients = torch.ops.moh_llm.flash_backward(grad, grad_lse, *states, scaling, window, rest[:bounds], rest[bounds:])

@@ -10,6 +10,7 @@ Shapes: B batch, S keys, D head size; G groups of heads, N entries, M and K bloc
 import math
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -35,23 +36,19 @@ def why_not(call: Call) -> str | None:
     return why_not_sorted(call)
 
 
-def flex_attention(call: Call) -> torch.Tensor:
+def flex_attention(call: Call) -> Tensor:
     """`interval_attention` with FlexAttention for sorted queries, `[B, T, H, D]`."""
     return attention_of_parts(call, KERNELS)
 
 
-def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, None]:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, None]:
     """Dense causal attention `[B, H, T, D]` of T queries to T keys, by SDPA."""
     with sdpa_kernel(_DENSE, set_priority=True):
         how = {"is_causal": True, "scale": scaling, "enable_gqa": query.shape[1] > key.shape[1]}
         return scaled_dot_product_attention(query, key, value, **how), None
 
 
-def sorted_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sorted_attention(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scaling: float) -> tuple[Tensor, Tensor]:
     """Attention of sorted queries: outputs `[B, G, N, D]` and log-sum-exp `[B, G, N]` in float32 or wider.
 
     `query` is `[B, G, N, D]`; `key` and `value` are `[B, G, S, D]`. Both results have gradients. An entry that sees no
@@ -70,15 +67,15 @@ def sorted_attention(
     return out.view(query.shape), lse.view(query.shape[:-1])
 
 
-def _as_rows(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+def _as_rows(tensor: Tensor, *shape: int) -> Tensor:
     """Reshape `[B, G, ...]` to `[P, *shape]` without a view, because dynamo guards on the base of a view."""
     return torch.ops.aten._unsafe_view(tensor.contiguous(), (tensor.shape[0] * tensor.shape[1], *shape))
 
 
 @compiled
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: list[torch.Tensor], lists: list[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, bounds: list[Tensor], lists: list[Tensor]
+) -> tuple[Tensor, Tensor]:
     """Outputs `[P, 1, N, D]` and log-sum-exp `[P, 1, N]` of states `[P, blocks, 128, D]`.
 
     `bounds` are last, low and, with sinks, start and sink_end, each `[P, N]`; `lists` are the fields of `plan.keys`
@@ -87,7 +84,7 @@ def _attention(
     query, key, value = (states.flatten(1, 2).unsqueeze(1) for states in (query, key, value))
     last, low, *sinks = bounds
 
-    def is_seen(row: torch.Tensor, _: torch.Tensor, entry: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    def is_seen(row: Tensor, _: Tensor, entry: Tensor, place: Tensor) -> Tensor:
         seen = place >= low[row, entry]
         if sinks:
             seen = seen | ((place >= sinks[0][row, entry]) & (place < sinks[1][row, entry]))

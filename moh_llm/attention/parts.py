@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moh_llm.modeling.seen_moh import Seen
@@ -25,7 +26,7 @@ from .compiled import compiled
 from .plan import Plan, group_table, plan_of
 from .windowed import why_not_windowed
 
-Outputs = tuple[torch.Tensor, torch.Tensor | None]
+Outputs = tuple[Tensor, Tensor | None]
 _MOST_SINKS = 8  # sinks that are merged: the compiled code is unrolled over them
 
 
@@ -38,9 +39,9 @@ class Kernels(NamedTuple):
         windowed: query, key, value `[B, KV, S, D]`, scaling, window -> outputs and log-sum-exp; see `windowed.py`.
     """
 
-    sorted: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Plan, float], Outputs]
-    causal: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Outputs]
-    windowed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int], Outputs]
+    sorted: Callable[[Tensor, Tensor, Tensor, Plan, float], Outputs]
+    causal: Callable[[Tensor, Tensor, Tensor, float], Outputs]
+    windowed: Callable[[Tensor, Tensor, Tensor, float, int], Outputs]
 
 
 def why_not_sorted(call: Call) -> str | None:
@@ -50,7 +51,7 @@ def why_not_sorted(call: Call) -> str | None:
     return None if call.is_one_dtype else "queries, keys and values differ in dtype"
 
 
-def attention_of_parts(call: Call, kernels: Kernels) -> torch.Tensor:
+def attention_of_parts(call: Call, kernels: Kernels) -> Tensor:
     """`interval_attention` without `seen.visible` and dropout, by a backend's kernels: `[B, T, H, D]`."""
     query, key, value, first, seen, scaling, distant, _, kinds = call
     batch, heads, tokens, size = query.shape
@@ -97,14 +98,14 @@ class _Part(NamedTuple):
         attend: maps queries, keys and values to outputs in the order of `rows`, and their log-sum-exp or None.
     """
 
-    groups: torch.Tensor
-    rows: torch.Tensor
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
+    groups: Tensor
+    rows: Tensor
+    attend: Callable[[Tensor, Tensor, Tensor], Outputs]
 
 
 def _parts(
-    first: torch.Tensor, seen: Seen, kinds: Kinds, key: torch.Tensor, scaling: float, kernels: Kernels, gradients: bool
-) -> tuple[list[_Part], torch.Tensor]:
+    first: Tensor, seen: Seen, kinds: Kinds, key: Tensor, scaling: float, kernels: Kernels, gradients: bool
+) -> tuple[list[_Part], Tensor]:
     """All parts, the ones with a log-sum-exp first, and the place of each row in their concatenation, `[B * T * H]`."""
     tokens, heads = first.shape[1:]
     shared, device = heads // key.shape[1], first.device
@@ -136,8 +137,8 @@ def _parts(
 
 @compiled
 def _placed(
-    first: torch.Tensor, rows: list[torch.Tensor], tables: list[torch.Tensor], spans: list[tuple[int, int]]
-) -> tuple[list[torch.Tensor], torch.Tensor]:
+    first: Tensor, rows: list[Tensor], tables: list[Tensor], spans: list[tuple[int, int]]
+) -> tuple[list[Tensor], Tensor]:
     """The rows of each part, and the place of each row in the concatenated parts.
 
     `rows` belong to the sorted queries. Every other part has the heads of one table and the tokens of one span.
@@ -150,19 +151,17 @@ def _placed(
     return rows, place.scatter(0, found, torch.arange(len(found), device=first.device))[:-1]
 
 
-def _wants_gradients(*states: torch.Tensor) -> bool:
+def _wants_gradients(*states: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in states)
 
 
-def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, causal: Callable) -> Outputs:
+def _dense(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: Callable) -> Outputs:
     """Causal attention of the first tokens, `[B, tokens, heads, D]`; nothing is merged into it, so no log-sum-exp."""
     end = query.shape[1]
     return causal(query.transpose(1, 2), key[:, :, :end], value[:, :, :end], scaling)[0].transpose(1, 2), None
 
 
-def _windowed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scaling: float, windowed: Callable
-) -> Outputs:
+def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, scaling: float, windowed: Callable) -> Outputs:
     """Attention of the last tokens, `[B, tokens, heads, D]`, to windows, and its log-sum-exp."""
     begin = max(key.shape[2] - query.shape[1] - window + 1, 0)
     out, lse = windowed(query.transpose(1, 2), key[:, :, begin:], value[:, :, begin:], scaling, window)
@@ -181,15 +180,15 @@ def _equal_groups(heads: tuple[int, ...], shared: int) -> list[tuple[int, ...]]:
 
 @compiled
 def _weights(
-    place: torch.Tensor,
-    rows: list[torch.Tensor],
-    lses: list[torch.Tensor],
-    first: torch.Tensor,
-    query: torch.Tensor,
-    sinks: list[torch.Tensor],
-    far: list[torch.Tensor],
+    place: Tensor,
+    rows: list[Tensor],
+    lses: list[Tensor],
+    first: Tensor,
+    query: Tensor,
+    sinks: list[Tensor],
+    far: list[Tensor],
     scaling: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Softmax weights of the part's output, the sinks and the distant token, `[B, T, H, all]`.
 
     `query` holds rows of queries; `sinks` holds keys `[B, H, sinks, D]`; `far` holds the distant token's scores
@@ -210,12 +209,8 @@ def _weights(
 
 @compiled
 def _weighted(
-    place: torch.Tensor,
-    rows: list[torch.Tensor],
-    outputs: list[torch.Tensor],
-    weights: torch.Tensor,
-    values: list[torch.Tensor],
-) -> torch.Tensor:
+    place: Tensor, rows: list[Tensor], outputs: list[Tensor], weights: Tensor, values: list[Tensor]
+) -> Tensor:
     """The weighted sum of the joined outputs and of `values`, each `[B, 1, H, D]` or `[H, D]`: `[B, T, H, D]`."""
     out = _together(place, rows, outputs)
     own, *others = weights.unsqueeze(-2).unbind(-1)  # each [B, T, H, 1]
@@ -226,13 +221,13 @@ def _weighted(
 
 
 @compiled
-def _taken(states: torch.Tensor, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _taken(states: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
     """The rows of each part; padding entries get an arbitrary row."""
     return [states[own.clamp_max(len(states) - 1)] for own in rows]
 
 
 @compiled
-def _joined(parts: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
+def _joined(parts: list[Tensor], place: Tensor) -> Tensor:
     """The rows at `place` in the concatenated parts, without concatenating them."""
     joined, begin = None, 0
     for part in parts:
@@ -243,7 +238,7 @@ def _joined(parts: list[torch.Tensor], place: torch.Tensor) -> torch.Tensor:
     return joined
 
 
-def _together(place: torch.Tensor, rows: list[torch.Tensor], parts: list[torch.Tensor]) -> torch.Tensor:
+def _together(place: Tensor, rows: list[Tensor], parts: list[Tensor]) -> Tensor:
     """`_joined` with gradients, for which it needs the rows of each part."""
     if _wants_gradients(*parts):
         return _Together.apply(place, *rows, *parts)
@@ -254,14 +249,14 @@ class _Apart(torch.autograd.Function):
     """`_taken`, where each row is in at most one part."""
 
     @staticmethod
-    def forward(ctx, states: torch.Tensor, place: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx, states: Tensor, place: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         """The rows of each part."""
         ctx.save_for_backward(place)
         return tuple(_taken(states, rows))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of `states`."""
         (place,) = ctx.saved_tensors
         return _joined(list(gradients), place), None, *[None] * len(gradients)
@@ -271,7 +266,7 @@ class _Together(torch.autograd.Function):
     """`_joined`; the arguments are `place`, the rows of each part, and the parts."""
 
     @staticmethod
-    def forward(ctx, place: torch.Tensor, *rows_and_parts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, place: Tensor, *rows_and_parts: Tensor) -> Tensor:
         """The joined rows."""
         count = len(rows_and_parts) // 2
         ctx.save_for_backward(*rows_and_parts[:count])
@@ -279,7 +274,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of each part; padding entries see no key, so their gradient does not matter."""
         rows = ctx.saved_tensors
         return None, *[None] * len(rows), *_taken(gradient, rows)

@@ -13,6 +13,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from moh_llm.modeling.seen_moh import Seen
@@ -30,10 +31,10 @@ class Blocks(NamedTuple):
     be hidden.
     """
 
-    partial_count: torch.Tensor
-    partial: torch.Tensor
-    full_count: torch.Tensor
-    full: torch.Tensor
+    partial_count: Tensor
+    partial: Tensor
+    full_count: Tensor
+    full: Tensor
 
 
 class Plan(NamedTuple):
@@ -50,11 +51,11 @@ class Plan(NamedTuple):
         queries: the blocks of entries that read each block of keys, for the backward pass; None without gradients.
     """
 
-    rows: torch.Tensor
-    last: torch.Tensor
-    low: torch.Tensor
-    start: torch.Tensor | None
-    sink_end: torch.Tensor | None
+    rows: Tensor
+    last: Tensor
+    low: Tensor
+    start: Tensor | None
+    sink_end: Tensor | None
     keys: Blocks
     queries: Blocks | None
 
@@ -65,7 +66,7 @@ def block_count(length: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def group_table(heads: tuple[int, ...], shared: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def group_table(heads: tuple[int, ...], shared: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The groups of `heads`, int64 `[G]`, and each group's heads, `[G, R]`, padded with -1.
 
     `shared` is the number of query heads per key-value head. Cached, because a copy to a GPU makes the host wait.
@@ -79,7 +80,7 @@ def group_table(heads: tuple[int, ...], shared: int, device: torch.device) -> tu
 
 
 @torch.no_grad()
-def plan_of(first: torch.Tensor, seen: Seen, table: torch.Tensor, keys: int, gradients: bool) -> Plan:
+def plan_of(first: Tensor, seen: Seen, table: Tensor, keys: int, gradients: bool) -> Plan:
     """Plan the heads in `table` `[G, R]`, given the first key of each query and head, `[B, T, H]`.
 
     `keys` is the number of keys (S); `gradients` adds the lists for the backward pass.
@@ -91,9 +92,7 @@ def plan_of(first: torch.Tensor, seen: Seen, table: torch.Tensor, keys: int, gra
 
 
 @compiled
-def _planned(
-    first: torch.Tensor, fields: list[torch.Tensor], table: torch.Tensor, begin: torch.Tensor, gradients: bool
-) -> Plan:
+def _planned(first: Tensor, fields: list[Tensor], table: Tensor, begin: Tensor, gradients: bool) -> Plan:
     """`plan_of`; `fields` are last, start and optionally sink_end `[B, T]`, `begin` is the first key of each block."""
     batch, tokens, heads = first.shape
     groups, shared = table.shape
@@ -117,7 +116,7 @@ def _planned(
     row = torch.arange(batch, device=first.device)[:, None, None] * tokens + token
     rows = torch.where(is_void, batch * tokens * heads, row * heads + head)
 
-    def entry(field: torch.Tensor, void: int) -> torch.Tensor:
+    def entry(field: Tensor, void: int) -> Tensor:
         """A field `[B, T]` or `[B, T, H]`, gathered per entry."""
         values = field.reshape(-1)[torch.where(is_void, 0, rows if field.dim() == 3 else row)]
         return torch.where(is_void, void, values).int()
@@ -130,7 +129,7 @@ def _planned(
     return Plan(rows, last, low, *sinks, blocks, transposed)
 
 
-def _counted(flags: torch.Tensor) -> torch.Tensor:
+def _counted(flags: Tensor) -> Tensor:
     """Running count of set flags `[..., N]`. In two levels, because one long cumulative sum is sequential on a GPU."""
     blocks = pad(flags, (0, -flags.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).cumsum(-1)
     sums = blocks[..., -1]
@@ -138,19 +137,15 @@ def _counted(flags: torch.Tensor) -> torch.Tensor:
 
 
 def _reading(
-    last: torch.Tensor,
-    low: torch.Tensor,
-    start: torch.Tensor | None,
-    sink_end: torch.Tensor | None,
-    begin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    last: Tensor, low: Tensor, start: Tensor | None, sink_end: Tensor | None, begin: Tensor
+) -> tuple[Tensor, Tensor]:
     """Whether blocks of entries read some, and all, of the blocks of keys that start at `begin`, `[B, G, M, K]`."""
     end = begin + BLOCK - 1
 
-    def least(values: torch.Tensor) -> torch.Tensor:
+    def least(values: Tensor) -> Tensor:
         return values.unflatten(-1, (-1, BLOCK)).amin(-1, keepdim=True)
 
-    def most(values: torch.Tensor) -> torch.Tensor:
+    def most(values: Tensor) -> Tensor:
         return values.unflatten(-1, (-1, BLOCK)).amax(-1, keepdim=True)
 
     is_empty = low > last
@@ -163,12 +158,12 @@ def _reading(
     return some, (begin >= most(low)) & (end <= least(last))
 
 
-def list_blocks(partial: torch.Tensor, full: torch.Tensor) -> Blocks:
+def list_blocks(partial: Tensor, full: Tensor) -> Blocks:
     """The indices that are set in the last dimension, as `Blocks`."""
     return Blocks(*_listed(partial), *_listed(full))
 
 
-def _listed(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _listed(flags: Tensor) -> tuple[Tensor, Tensor]:
     """The count of set flags, int32 `[...]`, and their indices in order, int32 `[..., K]`, the other indices behind."""
     index = torch.arange(flags.shape[-1], device=flags.device)
     rank = flags.cumsum(-1)

@@ -9,6 +9,7 @@ size.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .call import FLOAT16
 
@@ -26,9 +27,7 @@ def why_not_windowed(device: torch.device, dtype: torch.dtype, size: int) -> str
     return None
 
 
-def windowed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def windowed_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int) -> tuple[Tensor, Tensor]:
     """Attention of each query to the last `window` keys up to its own.
 
     `query` is `[B, H, T, D]`, `key` and `value` are `[B, KV, S, D]`. Returns outputs `[B, H, T, D]` and their
@@ -37,7 +36,7 @@ def windowed_attention(
     return _Windowed.apply(query, key, value, scaling, window)
 
 
-def with_gradient_of_lse(out: torch.Tensor, grad: torch.Tensor, grad_lse: torch.Tensor) -> torch.Tensor:
+def with_gradient_of_lse(out: Tensor, grad: Tensor, grad_lse: Tensor) -> Tensor:
     """Change `out` so that a backward kernel without a log-sum-exp gradient still accounts for `grad_lse`.
 
     The gradient of a score is weight * (grad · value - grad · out + grad_lse). The kernel reads `out` only for its
@@ -53,7 +52,7 @@ class _Windowed(torch.autograd.Function):
     """`windowed_attention`, given query, key, value, scaling and window."""
 
     @staticmethod
-    def forward(ctx, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx, *args: Any) -> tuple[Tensor, Tensor]:
         """Outputs and log-sum-exp."""
         *states, scaling, window = args
         lengths = (None, None, states[0].shape[2], states[1].shape[2], 0.0, False)
@@ -66,7 +65,7 @@ class _Windowed(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor, grad_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, key and value."""
         *states, out, lse, seed, offset = ctx.saved_tensors
         out = with_gradient_of_lse(out, grad, grad_lse)
