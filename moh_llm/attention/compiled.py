@@ -25,11 +25,7 @@ def can_compile(device: torch.device) -> bool:
 
 
 def compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
-    """Compile `function` for tensors on a GPU, unless a compiler is already tracing it.
-
-    Args:
-        function: takes and returns tensors.
-        options: options of Inductor.
+    """Compile a function of tensors for a GPU, with `options` of Inductor, unless a compiler is already tracing it.
 
     All sizes of index and flag tensors are dynamic, and so is the first half of the dimensions of other tensors (rows,
     tokens, blocks; not heads and head sizes). By default dynamo recompiles for each new size, or for two sizes that

@@ -74,11 +74,9 @@ class Band(NamedTuple):
 
 
 def near_attention(call: Call, heads: Iterable[int]) -> tuple[list[int], Tensor]:
-    """Outputs of `heads` where they are off, for the queries after the first `seen.lead` ones.
+    """Outputs `[B, T', heads, D]` of `heads` where they are off, for the queries after the first `seen.lead` ones.
 
-    Returns:
-        The heads in the order of the outputs, since groups with an equal number of heads are computed together; and the
-        outputs `[B, T', heads, D]`.
+    The heads come first, in the order of the outputs: groups with an equal number of heads are computed together.
     """
     query, key, value, _, seen, scaling, distant, *_ = call
     shared = query.shape[1] // key.shape[1]
@@ -147,7 +145,6 @@ class _AttentionAndDistant(torch.autograd.Function):
         score: Tensor | None,
         far: Tensor | None,
     ) -> Tensor:
-        """Outputs."""
         out, sums = flash_attention(query, key, value, attn_mask=mask, scale=scaling)
         if score is not None:
             weights = torch.sigmoid(score - sums).unsqueeze(-1).to(out.dtype)

@@ -99,7 +99,6 @@ class AttentionOfSpans(torch.autograd.Function):
     def forward(
         ctx, query: Tensor, key: Tensor, value: Tensor, spans: list[tuple[slice, slice]], scaling: float
     ) -> Tensor:
-        """Outputs."""
         if _is_whole(spans, query):
             out, sums = flash_attention(query, key, value, is_causal=True, scale=scaling)
         else:
@@ -114,7 +113,6 @@ class AttentionOfSpans(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of queries, keys and values."""
         query, key, value, out, sums = ctx.saved_tensors
         if _is_whole(ctx.spans, query):
             found = _causal_gradients(gradient.contiguous(), query, key, value, out, sums, ctx.scaling)

@@ -69,11 +69,7 @@ def causal_attention(
 
 
 def sorted_attention(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scaling: float) -> tuple[Tensor, Tensor]:
-    """Attention of sorted queries; same contract as `flex.sorted_attention`.
-
-    `query` is `[B, G, N, D]`, `key` and `value` are `[B, G, S, D]`. Returns outputs `[B, G, N, D]` and their
-    log-sum-exp `[B, G, N]`, float32. An entry that sees no key gets zeros and a log-sum-exp of minus infinity.
-    """
+    """Attention of sorted queries; same contract as `flex.sorted_attention`, with a log-sum-exp in float32."""
     bounds = [bound for bound in (plan.last, plan.low, plan.start, plan.sink_end) if bound is not None]
     return torch.ops.moh_llm.flash(query, key, value, scaling, None, bounds, [*plan.keys, *(plan.queries or ())])
 

@@ -250,14 +250,12 @@ class _Apart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, states: Tensor, place: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-        """The rows of each part."""
         ctx.save_for_backward(place)
         return tuple(_taken(states, rows))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of `states`."""
         (place,) = ctx.saved_tensors
         return _joined(list(gradients), place), None, *[None] * len(gradients)
 
@@ -267,7 +265,6 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, place: Tensor, *rows_and_parts: Tensor) -> Tensor:
-        """The joined rows."""
         count = len(rows_and_parts) // 2
         ctx.save_for_backward(*rows_and_parts[:count])
         return _joined(list(rows_and_parts[count:]), place)

@@ -1,7 +1,5 @@
 """Sliding-window attention by PyTorch's FlashAttention 2, on NVIDIA GPUs from Ampere on.
 
-Outputs and their log-sum-exp both have gradients.
-
 Shapes: B batch, T queries, S keys (S >= T; the last query sees the last key), H query heads, KV key-value heads, D head
 size.
 """
@@ -53,7 +51,6 @@ class _Windowed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args: Any) -> tuple[Tensor, Tensor]:
-        """Outputs and log-sum-exp."""
         *states, scaling, window = args
         lengths = (None, None, states[0].shape[2], states[1].shape[2], 0.0, False)
         how = {"scale": scaling, "window_size_left": window - 1, "window_size_right": 0}
@@ -66,7 +63,6 @@ class _Windowed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of query, key and value."""
         *states, out, lse, seed, offset = ctx.saved_tensors
         out = with_gradient_of_lse(out, grad, grad_lse)
         by_token = [tensor.transpose(1, 2) for tensor in (grad, *states, out)]

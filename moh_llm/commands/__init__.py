@@ -1,1 +1,1 @@
-"""One module per command: its flags, and the job read from top to bottom."""
+"""One module per command: `add_arguments` declares its flags, and `run` is the job, read from top to bottom."""

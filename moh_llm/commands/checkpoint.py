@@ -7,7 +7,6 @@ from moh_llm.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     export = actions.add_parser("export", help="make a model folder of a checkpoint", description=__doc__)
     export.add_argument("checkpoint", metavar="CHECKPOINT", type=as_path, help="folder checkpoints/step-N of a run")

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: OptionParser) -> None:
-    """Declare the command's arguments."""
     from moh_llm.conversion.config import ConversionConfig
 
     parser.usage = (

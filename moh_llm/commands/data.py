@@ -8,7 +8,6 @@ from moh_llm.terminal import say, say_aside
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     fetch = actions.add_parser(
         "fetch-benchmarks", help="the benchmarks of a suite, as files for --data-dir", description=__doc__

@@ -12,7 +12,6 @@ from moh_llm.terminal import say
 
 
 def add_arguments(parser: OptionParser) -> None:
-    """Declare the command's arguments."""
     from moh_llm.training.config import TrainConfig
 
     parser.usage = "%(prog)s [-h] RECIPE [--processes N] [--OPTION VALUE ...]"

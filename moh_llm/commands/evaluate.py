@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: OptionParser) -> None:
-    """Declare the command's arguments."""
     from moh_llm.evaluation.config import EvaluationConfig
 
     parser.usage = "%(prog)s [-h] MODEL ... [--OPTION VALUE ...]\n       %(prog)s RECIPE.yaml [--OPTION VALUE ...]"

@@ -8,7 +8,6 @@ from moh_llm.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument(
         "architecture",
         metavar="ARCHITECTURE",

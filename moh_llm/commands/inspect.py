@@ -12,7 +12,6 @@ TEXT_BYTES = 1 << 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("model", metavar="MODEL", type=expand_home, help="folder or Hub id of an MoH model")
     parser.add_argument("--text", type=as_path, help="UTF-8 file to read (default: text that Python itself ships)")
     parser.add_argument(

@@ -6,7 +6,6 @@ from moh_llm.flags import OptionParser, options_from
 
 
 def add_arguments(parser: OptionParser) -> None:
-    """Declare the command's arguments."""
     from moh_llm.hub.config import PublishConfig
 
     parser.usage = "%(prog)s [-h] DIR --repo-id ORG/NAME [--OPTION VALUE ...]\n       %(prog)s RECIPE.yaml ..."

@@ -11,7 +11,6 @@ MADE = ("base", "moh", "recovery", "report", "heads.html")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's flags."""
     parser.add_argument("--base", type=expand_home, help="folder or Hub id of the base (default: SmolLM2-135M)")
     parser.add_argument(
         "--output-dir", type=as_path, default=Path("out/quickstart"), help="folder for all that is made"

@@ -28,7 +28,6 @@ KINDS = {"convert": ConversionConfig, "train": TrainConfig, "evaluate": Evaluati
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument(
         "--all-keys",
         choices=list(KINDS),

@@ -10,7 +10,6 @@ from moh_llm.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("run_folder", type=as_path, metavar="RUN", help="folder of a training run (its output_dir)")
 
 

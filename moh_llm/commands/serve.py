@@ -11,7 +11,6 @@ from moh_llm.reading import expand_home
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.usage = "%(prog)s [-h] MODEL [FLAGS OF transformers serve]"
     parser.add_argument("model", metavar="MODEL", type=expand_home, help="folder or Hub id of an MoH model")
     parser.add_argument(

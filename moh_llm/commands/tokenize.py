@@ -10,7 +10,6 @@ from moh_llm.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("mixture", metavar="MIXTURE", type=expand_home, help="YAML file, or 'embedded'")
     parser.add_argument("--tokenizer", required=True, type=expand_home, help="folder or Hub id of the model")
     parser.add_argument("--output-dir", required=True, type=as_path, help="folder of the shards; resumes there")

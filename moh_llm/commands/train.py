@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: OptionParser) -> None:
-    """Declare the command's arguments."""
     from moh_llm.training.config import TrainConfig
 
     parser.usage = "%(prog)s [-h] RECIPE [--overwrite] [--OPTION VALUE ...]"

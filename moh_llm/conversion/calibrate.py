@@ -162,10 +162,9 @@ def _backward(
     fitted: int,
     sight: tuple[int, int] | None,
 ) -> LayerSample:
-    """Run a layer again on its stored input, and replace `gradients` by those of this input.
+    """Run a layer again on its stored input, replace `gradients` by those of this input, and return its sample.
 
-    Returns:
-        The layer's sample, with local attention to a window and sinks of these numbers of tokens, if given.
+    With `sight`, numbers of tokens, the sample has local attention to a window and sinks of these.
     """
     layer = base.layer(number)
     attention = layer.layers[0].self_attn

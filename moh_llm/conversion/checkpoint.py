@@ -41,14 +41,8 @@ def write_weights(
 ) -> dict[str, str]:
     """Write the weights of a converted model, or without routing tensors those of the dense base.
 
-    Args:
-        folder: output folder.
-        base: source of the dense weights. Files of dense tensors alone are copied as they are.
-        routing: tensors of routers and fallbacks by name; may be empty.
-        dtype: dtype that the weights are cast to, one shard at a time; None for their own.
-
-    Returns:
-        The index: tensor name -> file name. `write_description` writes it, last.
+    Files of dense tensors alone are copied as they are, unless the weights are cast to a `dtype`, one shard at a time.
+    Returns the index, tensor name -> file name, which `write_description` writes last.
 
     Raises:
         UserError: the disk refuses, or a weight is too large for the dtype.

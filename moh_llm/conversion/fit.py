@@ -184,11 +184,9 @@ class LayerFitter:
         return self.fit_fallbacks(drops, {"router.routed.weight": weight, "router.routed.bias": bias})
 
     def fit_fallbacks(self, drops: torch.Tensor, router: dict[str, torch.Tensor]) -> RoutingFit:
-        """Fallbacks for a router by which tokens drop these heads.
+        """Fallbacks for a router, given its tensors by name within the attention layer, and what tokens drop by it.
 
-        Args:
-            drops: 1 where a token drops a routed head, else 0, `[N, R]`; each token drops the same number.
-            router: the router's tensors by name within the attention layer.
+        ``drops`` is 1 where a token drops a routed head, else 0, `[N, R]`; each token drops the same number.
         """
         routed = self._others(self.shared_heads)
         # Fallbacks come last, so that their error has no mean: an error that all tokens share adds up.

@@ -137,11 +137,8 @@ def routing_tensors(fits: Sequence[RoutingFit], path: str = "model.layers.{}.sel
 def allocate(costs: Sequence[Mapping[int, float]], total: int) -> list[int]:
     """How many heads each layer drops, so that `total` are dropped at the least summed cost.
 
-    Exact, by dynamic programming over layers: costs need not be convex in the number of drops.
-
-    Args:
-        costs: per layer, number of drops -> cost; dropping none costs nothing and need not be named.
-        total: drops in all layers together.
+    Exact, by dynamic programming over layers: costs need not be convex in the number of drops. `costs` has for each
+    layer the cost by number of drops; dropping none costs nothing and need not be named.
 
     Raises:
         UserError: the layers together cannot drop `total` heads.

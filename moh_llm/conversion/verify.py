@@ -111,11 +111,7 @@ def _verify_layer(
     of_converted: list[torch.Tensor],
     batches: Sequence[Batch],
 ) -> torch.Tensor:
-    """Run a layer of both models on their hidden states, in place.
-
-    Returns:
-        The number of heads that each token has on, float64 `[N]`.
-    """
+    """Run a layer of both models on their hidden states, in place; return each token's heads on, float64 `[N]`."""
     first = of_base[0]
     _run(base.layer(number), of_base, batches)
     layer = converted.layer(number)

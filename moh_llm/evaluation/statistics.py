@@ -117,13 +117,10 @@ def kept_share(model: Value, base: Value, delta: Value) -> Share:
 def ratio_interval(model: float, base: float, model_half: float, base_half: float, half: float) -> Interval | None:
     """95 % interval of model / base, for scores of the same items, by Fieller's method; None where it has no end.
 
-    Args:
-        model, base: the two scores, or means of scores.
-        model_half, base_half, half: half the widths of the intervals of both and of their difference, which tell how
-            far the two vary together:
+    Half the widths of the intervals of both and of their difference tell how far the two vary together:
 
-                cov(m, b) = (h_m^2 + h_b^2 - h^2) / 2
-                (m - r b)^2 <= h_m^2 - 2 r cov(m, b) + r^2 h_b^2        holds between the two ends r
+        cov(m, b) = (h_m^2 + h_b^2 - h^2) / 2
+        (m - r b)^2 <= h_m^2 - 2 r cov(m, b) + r^2 h_b^2        holds between the two ends r
     """
     covariance = (model_half**2 + base_half**2 - half**2) / 2
     squared, middle = base**2 - base_half**2, model * base - covariance

@@ -55,12 +55,8 @@ def distant_keys_read(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The distant keys that heads read, and how they change with a shift of all scores; summed, mean over all heads.
 
-    Args:
-        router_logits: scores `[B, L, U]` of each layer's routed groups.
-        distant: `distant_keys` `[B, L]`.
-
-    Returns:
-        The sum of w(t) g(t, h), with the straight-through gradient, and its derivative, without a gradient.
+    That is the sum of w(t) g(t, h), with the straight-through gradient, and its derivative, without a gradient.
+    Scores are `[B, L, U]` for each layer, ``distant`` is w, `distant_keys` `[B, L]`.
     """
     heads = sum(router.num_heads for router in routers)
     read, slope = distant.new_zeros(()), distant.new_zeros(())
@@ -115,12 +111,7 @@ class KeyBudget:
         return torch.zeros_like(self.shift.detach()) if gradient is None else gradient
 
     def update(self, read: float, read_slope: float) -> None:
-        """Choose the multiplier of the next step.
-
-        Args:
-            read: share of the distant keys that this step read.
-            read_slope: derivative of ``read`` with respect to `shift`.
-        """
+        """Choose the next step's multiplier by the share of the distant keys read, and its derivative by `shift`."""
         if read_slope <= 0:
             return  # the text has no token with distant keys
         found = self.multiplier - self.slope / read_slope  # `slope` less the budget's own part

@@ -59,7 +59,6 @@ def train(
     """Carry out a run, or what is left of it, and return its record (`OUTPUT/run.json`).
 
     Args:
-        config: the recipe.
         overwrite: start anew where ``config.output_dir`` holds a run.
         on_finish: called on the main process with the record of a finished run, also of one that was finished before,
             while the folder is locked.

@@ -116,13 +116,9 @@ def token_losses(
     """Task loss and cross-entropy in nats, each summed over the positions.
 
     With a teacher the task loss is KL(teacher || student), without one the cross-entropy. Only the task loss carries a
-    gradient. Products are taken in autocast's dtype where autocast is on, sums and softmax in float32 at least.
-
-    Args:
-        hidden: the student's last hidden states `[N, C]`.
-        weight: of its head, `[V, C]`.
-        targets: ids of the next tokens `[N]`.
-        teacher: the teacher's hidden states and its head's weight, which get no gradient.
+    gradient, and the teacher gets none. Products are taken in autocast's dtype where autocast is on, sums and softmax
+    in float32 at least. ``hidden`` are the student's last hidden states `[N, C]`, ``weight`` is that of its head,
+    `[V, C]`, and ``targets`` are the ids of the next tokens `[N]`.
     """
     return _TokenLosses.apply(hidden, weight, targets, *(teacher or (None, None)))
 

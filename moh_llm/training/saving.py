@@ -41,11 +41,8 @@ def save_network(
     Adapters are merged into the weights of ``config.model``. Each weight gets the dtype that it has there. The record
     of the conversion, which names the base, and the texts of the licence are copied.
 
-    Args:
-        config: the recipe; weights that were not trained are read from ``config.model``.
-        checkpoint: the folder of the trained weights (`moh_llm.training.checkpoints`).
-        starting_point: the model that the run of ``steps`` steps began with; the run is added to its lineage.
-        thresholds: what changes in the routers so that the model reads its budget.
+    Trained weights are read from the ``checkpoint``, the others from ``config.model``. The run of ``steps`` steps is
+    added to the lineage of the model that it began with.
 
     Raises:
         UserError: ``config.model`` cannot be read or is another model by now, or the disk refuses.

@@ -37,12 +37,9 @@ class RoutingCounts:
         self._selected: list[torch.Tensor] = []  # per layer, tokens that select each group, [U]
 
     def add(self, choices: Sequence[torch.Tensor], heads: torch.Tensor) -> None:
-        """Count a batch.
+        """Count a batch: the heads that are on, mean over layers, summed over the tokens, and the groups chosen.
 
-        Args:
-            choices: per layer, groups that each token selects, bool `[N, U]`; U is 0 where the same heads are on for
-                all tokens.
-            heads: heads that are on, mean over layers, summed over the tokens.
+        ``choices`` has for each layer what each token selects, bool `[N, U]`; U is 0 where all have the same heads on.
         """
         self._tokens += len(choices[0])
         sums = [wide(choice.sum(0)) for choice in choices]
@@ -67,10 +64,8 @@ def evaluate(
 ) -> tuple[Scores, Routing]:
     """Score held-out sequences with the model's own head budgets, or with all heads on.
 
-    The processes share the sequences; without an accelerator this one scores all of them.
-
-    Returns:
-        The scores, against the reference if there is one, and the health of the routers.
+    The scores are against the reference if there is one; the health of the routers follows. The processes share the
+    sequences; without an accelerator this one scores all of them.
     """
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     step = accelerator.unwrap_model(model) if accelerator else model

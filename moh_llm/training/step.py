@@ -58,7 +58,6 @@ class TrainingStep(nn.Module):
         student: a MoH model, or one with adapters (peft).
         teacher: the reference, frozen. None where there is none, or where the student is the reference: its base is
             frozen, and without adapters and with all heads on it is the model that the run began with.
-        reference: what the student is compared with.
     """
 
     _no_split_modules = ("LlamaDecoderLayer",)  # where FSDP cuts
@@ -162,16 +161,10 @@ def accumulate_gradients(
     The loss is token losses / (predicted tokens of the step) + (load-balance losses of heads, weighted by ``beta``, and
     of experts) / (sequences of the step) + (the budget's multiplier) * (distant keys read) / (distant keys of the
     step), summed over all processes. So it depends neither on ``config.data.micro_batch_size`` nor on the number of
-    processes.
+    processes. ``batch`` has this process's sequences of the step, `[sequences, L]`.
 
-    Args:
-        accelerator, model: the prepared `TrainingStep`, and what prepared it.
-        batch: this process's sequences of the step, `[sequences, L]`.
-        budget: of the keys that threshold routers read; None: no such loss.
-
-    Returns:
-        The step's losses, and the norm of its gradient before clipping. DeepSpeed has then updated the weights, too,
-        if that norm is finite.
+    Returns the step's losses, and the norm of its gradient before clipping. DeepSpeed has then updated the weights,
+    too, if that norm is finite.
     """
     targets = next_token_targets(batch["labels"])
     distant = distant_keys(accelerator.unwrap_model(model).network.config, batch["position_ids"])
