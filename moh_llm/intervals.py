@@ -39,14 +39,12 @@ def interval(texts: Sequence[np.ndarray], figure: Callable[[np.ndarray], np.ndar
     jackknife's over documents, which weighs long documents more, as the figure does. The degrees of freedom are Kish's
     effective number of documents less one. A few documents seldom show outliers; therefore the side of the longer tail
     is widened by the skewness (after Johnson, 1978), the quantile is that of 97 %, and the variance of log KL is pooled
-    with a prior. Intervals of several texts are combined by MOVER (Zou and Donner, 2008).
+    with a prior. Intervals of several texts are combined by MOVER (Zou and Donner, 2008). The result is None if a text
+    has fewer than `LEAST` documents.
 
     Args:
         texts: for each text the sums over its documents, `[D, 5]` (see `SUMMED`).
         figure: `perplexity_ratios`, `kls`, or another function of sums whose first column holds the weights.
-
-    Returns:
-        The interval; None if a text has fewer than `LEAST` documents.
     """
     if min(map(len, texts)) < LEAST:
         return None

@@ -54,11 +54,8 @@ class LayerPass:
 def watch(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch], take: Callable[[LayerPass], None]) -> int:
     """Run the decoder over batches and pass each layer's states to ``take``; returns the number of tokens.
 
-    Args:
-        model: a MoH model of text or images in evaluation mode.
-        batches: `input_ids` and `position_ids` `[B, T]`; documents are isolated where positions restart. Of images:
-            `pixel_values`.
-        take: called once per batch and layer, first layer first.
+    The model is in evaluation mode. Batches have `input_ids` and `position_ids` `[B, T]`, and documents are isolated
+    where positions restart; those of images have `pixel_values`. Of each batch the first layer comes first.
 
     Raises:
         UserError: there are no tokens.
@@ -130,9 +127,8 @@ def analyse(
 
     Args:
         model: a MoH model in evaluation mode, where it lies, as it is set.
-        tokenizer: its tokenizer; it adds its special tokens to each document.
+        tokenizer: adds its special tokens to each document.
         texts: documents by the name of their text.
-        tokens_per_text: the most that is read of a text.
         lengths: in tokens, for the cost. FLOPs leave out those beyond the model's context; measured seconds also those
             beyond 8,192 and those after the first whose passes take more than 5 s together.
 

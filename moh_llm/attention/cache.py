@@ -155,10 +155,8 @@ class MoHCacheLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor] | tuple[SplitKeys, SplitKeys]:
         """Add keys and values `[B, KV, T, D]`; return those of all tokens, or a `SplitKeys` in place of both.
 
-        Args:
-            key_states, value_states: states of the new tokens.
-            cache_kwargs: `seen`, the keys that the new tokens see; `near_seen`, the result of that method; and
-                `all_on`, whether the new tokens have all heads on and therefore read all keys.
+        `cache_kwargs` has `seen`, the keys that the new tokens see; `near_seen`, the result of that method; and
+        `all_on`, whether the new tokens have all heads on and therefore read all keys.
         """
         given = cache_kwargs or {}
         seen, near_seen = given.get("seen"), given.get("near_seen")

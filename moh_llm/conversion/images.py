@@ -56,7 +56,6 @@ class _DiTConfig(SimpleNamespace):
         self.model_type = "dit"
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the file."""
         write_json(folder / CONFIG, self.fields)
 
 

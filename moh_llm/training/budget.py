@@ -89,10 +89,8 @@ class KeyBudget:
 
     `shift` is a zero that is added to all scores; `slope` is the derivative of a step's whole loss with respect to it.
 
-    Args:
-        network: a MoH model with threshold routers, which add `shift` to their scores from now on.
-        device: where `shift` is.
-        target: share of the distant keys that the network may read.
+    Threshold routers of the network add `shift` to their scores from now on. `target` is the share of the distant keys
+    that the network may read.
     """
 
     def __init__(self, network: MoHLlamaForCausalLM | MoHLlamaModel, device: torch.device, target: float):

@@ -79,9 +79,7 @@ class ImageStep(nn.Module):
     def forward(self, target: Tensor, **batch: Tensor) -> Tensor:
         """Task loss, load-balance loss and accuracy (0 without classes), `[3]`, each a mean over the images.
 
-        Args:
-            target: labels `[B]`; of a DiT images and noise, `[B, 2, C, H, W]`.
-            batch: the network's arguments.
+        ``target`` is labels `[B]`, or for a DiT images and noise, `[B, 2, C, H, W]`.
         """
         output, router_logits = predict(self.student, batch)
         output = output.to(exact := torch.promote_types(output.dtype, torch.float32))  # under autocast it has 16 bits

@@ -56,12 +56,10 @@ def steps_of(checkpoints: Path) -> list[int]:
 
 
 class Run:
-    """A run's folder, opened anew or to resume.
+    """A run's folder, ``config.output_dir``, opened anew or to resume.
 
-    Args:
-        config: the recipe; ``config.output_dir`` is the folder.
-        overwrite: start anew: `begin` removes what an earlier run wrote there (and nothing else).
-        writes: whether this process writes; only one of several does.
+    With ``overwrite``, `begin` removes what an earlier run wrote there, and nothing else. Of several processes one
+    ``writes``.
 
     Raises:
         UserError: the folder cannot be used (`read_run`), or holds a run of another model.
