@@ -194,7 +194,6 @@ def launch(
         key: `[B, KV, S, D]`, the new token's among them, of any strides; so is `value`.
         first: `[B, 1, H]`; `start` where the head is on, later where it is off.
         start: `[B or 1, 1, 1]`; so are `sink_end`, `last` and `hidden`.
-        scaling: of the scores before the softmax.
         score: of the distant token, `[B, 1, H]`, scaled; None: there is none. It counts `hidden` times.
         distant: its values, `[H, D]`.
         visible: which of these keys a mask shows, bool `[B, S]`, those behind its end not; None: all.

@@ -71,10 +71,8 @@ class TextTokenizer:
     """A fast tokenizer that adds special tokens, closes each document, and neither truncates nor pads.
 
     Args:
-        backend: the tokenizer of the `tokenizers` library.
         end: id of the end-of-sequence token that closes each document; None: documents are not closed.
         name: what to call it in records.
-        chat: its chat template; None where it has none.
         rows: of the embedding that the ids index: text with an id from there on is refused; None: not checked.
     """
 

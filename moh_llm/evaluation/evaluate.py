@@ -59,12 +59,10 @@ class Evaluation:
 
 
 def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_passing, command_line: str = "") -> Evaluation:
-    """Score models on a suite, analyse their heads, and write the report.
+    """Score models on a suite, analyse their heads, and write the report; see `moh_llm.evaluate`.
 
-    A benchmark or an analysis that fails is part of the result. Finished benchmarks are kept in OUTPUT.partial until
-    the report is written, so that the same call resumes an interrupted evaluation. Under `accelerate launch` or
-    torchrun every process calls this: requests are shared among them and the first one writes. ``say`` receives lines
-    of progress, on the first process. ``command_line`` repeats the evaluation, for the record.
+    Finished benchmarks are kept in OUTPUT.partial. Of several processes the first one writes, and its ``say`` receives
+    lines of progress.
 
     Raises:
         UserError: an option, a model, the data or the output folder cannot be used.

@@ -27,7 +27,6 @@ class Table:
     """Rows of cells.
 
     Attributes:
-        head: names of the columns.
         rows: cells as they are shown; "-" where a value is unknown.
         text: number of columns, from the left, that hold text. The others hold numbers, aligned to the right.
         style: "facts" for pairs without a head; "total" if the last row sums up the others; "models" for long cells

@@ -196,7 +196,6 @@ class ImageTraining(Training):
         return {"data": {"images": len(images), "labels_sha256": digest}, "reference": reference and reference.kind}
 
     def of_step(self) -> str:
-        """What a step reads, in words."""
         return f"{self.config.data.batch_size} of {len(self.stream.images):,} images"
 
     def receipt(self, step: int) -> dict[str, Any]:
@@ -204,7 +203,6 @@ class ImageTraining(Training):
         return {}
 
     def gradients(self, batch: dict[str, Tensor]) -> tuple[StepLosses, float]:
-        """The losses of a step on this process's images, and the norm of their gradient, which is set."""
         config, accelerator, model = self.config, self.accelerator, self.networks.model.train()
         inputs, count = self.step.make_inputs(**batch), len(batch["labels"])
         means = torch.zeros(3, device=accelerator.device)
