@@ -155,10 +155,6 @@ class LocalFitter:
         """The plan with the least estimated KL that drops `dropped` heads per token, whole groups."""
         tried = ((self._cost(shared, local, dropped), shared, local) for shared, local in self._plans(dropped))
         cost, shared, local = min(tried, key=lambda plan: plan[0])
-        return self._fit(dropped, cost, shared, local)
-
-    def _fit(self, dropped: int, cost: float, shared: Sequence[int], local: Sequence[int]) -> RoutingFit:
-        """The tensors of one plan."""
         routed = [group for group in range(len(self.ranked)) if group not in {*shared, *local}]
         off = self._heads([*routed, *local])
         tensors = {

@@ -28,18 +28,10 @@ from moh_llm.devices import COMPUTE_DTYPE, choose_device, compute_dtype, own_dev
 from moh_llm.errors import UserError
 from moh_llm.modeling import MoHLlamaConfig, MoHLlamaForCausalLM
 from moh_llm.records.run import RunRecord
+from moh_llm.training import networks
 from moh_llm.training.budget import make_budget
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import check_trackers
-from moh_llm.training.networks import (
-    check_network,
-    embedding_rows,
-    load_tokenizer,
-    read_network_config,
-    reference_dtype,
-    trainable,
-    trained_weights,
-)
 from moh_llm.training.parallel import count_micro_batches
 from moh_llm.training.reference import expected_reference
 from moh_llm.training.runs import RUN_RECORD, check_converted, read_run
@@ -58,7 +50,7 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
     """
     folder = Path(config.model)
     check_converted(folder)
-    model = read_network_config(folder)
+    model = networks.read_network_config(folder)
     if config.objective.has_teacher and set(model.active_heads_per_layer) == {model.num_attention_heads}:
         raise UserError(
             f"model={folder} has every head on: there is nothing for distillation to recover; "
@@ -127,7 +119,7 @@ def check_positions(config: TrainConfig, model: MoHLlamaConfig) -> str | None:
 
 def check_documents(config: TrainConfig, stream: SequenceStream) -> str | None:
     """A warning where all tokens of the first sequences have all heads on: their documents are too short."""
-    model, length = read_network_config(Path(config.model)), config.data.sequence_length
+    model, length = networks.read_network_config(Path(config.model)), config.data.sequence_length
     count = min(64, config.max_steps * config.data.batch_size)
     longest = 1 + int(stream.batch(0, count)["position_ids"].max())
     if longest > model.all_heads_until or not (config.objective.has_teacher or config.freeze_base):
@@ -228,19 +220,19 @@ def _output(config: TrainConfig) -> str:
 
 def _model(config: TrainConfig) -> Iterator[str | Finding]:
     model = read_model_config(config)
-    check_network(Path(config.model), model)
+    networks.check_network(Path(config.model), model)
     yield f"{config.model}: every tensor is there"
     if beyond := check_positions(config, model):
         yield Finding("warning", "model", beyond)
     device = choose_device()
-    backend = choose_for(device, reference_dtype(config), model.head_dim)
+    backend = choose_for(device, networks.reference_dtype(config), model.head_dim)
     yield f"{backend.name} computes layers with heads off on {device.type}"
 
 
 def _data(config: TrainConfig) -> Iterator[str | Finding]:
     """Tokenizer and text, and how many epochs of each source the job reads."""
     data, folder = config.data, Path(config.model)
-    tokenizer = TextTokenizer.from_tokenizer(load_tokenizer(folder), embedding_rows(folder))
+    tokenizer = TextTokenizer.from_tokenizer(networks.load_tokenizer(folder), networks.embedding_rows(folder))
     sources = _open_sources(data.mixture, tokenizer)
     if sources is None:
         yield f"{data.mixture} will be tokenized first"
@@ -265,18 +257,18 @@ def _open_sources(name: str, tokenizer: TextTokenizer) -> list[TokenizedSource] 
 
 def _job(config: TrainConfig) -> Iterator[str]:
     """How large the job is: memory, disk, and tokens."""
-    model, data, reference = read_network_config(Path(config.model)), config.data, expected_reference(config)
+    model, data, reference = networks.read_network_config(Path(config.model)), config.data, expected_reference(config)
     with torch.device("meta"):
         network = MoHLlamaForCausalLM(model)
         base = sum(weight.numel() for weight in network.parameters())
-        student = trainable(config, network)
+        student = networks.trainable(config, network)
     make_budget(config, network, torch.device("cpu"))
     weights = sum(weight.numel() for weight in student.parameters())
-    trained = sum(weight.numel() for weight in trained_weights(student).values())
+    trained = sum(weight.numel() for weight in networks.trained_weights(student).values())
     teaches = config.objective.has_teacher and reference is not None
     # With a frozen base the student itself is the reference (`networks.make_teacher`).
     copied = base if teaches and not (config.is_base_frozen and reference.own) else 0
-    teacher = copied * reference_dtype(config).itemsize
+    teacher = copied * networks.reference_dtype(config).itemsize
     yield (
         f"on each process {4 * weights / _GIB:.2f} GiB of weights, {teacher / _GIB:.2f} of the teacher, "
         f"{4 * trained / _GIB:.2f} of gradients and {8 * trained / _GIB:.2f} of optimizer state, activations not "
