@@ -1,5 +1,7 @@
 """The arguments of one attention call, as every backend takes them."""
 
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -39,3 +41,13 @@ class Call(NamedTuple):
     def is_one_dtype(self) -> bool:
         """Whether queries, keys and values have the same dtype."""
         return self.query.dtype == self.key.dtype == self.value.dtype
+
+
+def equal_groups(heads: Iterable[int], shared: int) -> list[tuple[int, ...]]:
+    """Split `heads`, of which `shared` share keys, so that all groups of a part have the same number of heads."""
+    groups, kinds = defaultdict(list), defaultdict(list)
+    for head in heads:
+        groups[head // shared].append(head)
+    for group in groups.values():
+        kinds[len(group)] += group
+    return [tuple(kind) for kind in kinds.values()]

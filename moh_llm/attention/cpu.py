@@ -52,7 +52,7 @@ def cpu_attention(call: Call) -> Tensor:
             return torch.where(on.unsqueeze(-1), full, near)
     cast = Call(*(_as_sdpa_casts(tensor, query.dtype) for tensor in call[:3]), *call[3:])
     if call.wants_gradients:
-        full, near = _in_training(cast, on)
+        full, near = _in_training(cast)
         if seen.scratch is not None:
             seen.scratch["both"] = query, full.detach(), near.detach()
         return torch.where(on.unsqueeze(-1), full, near)
@@ -103,7 +103,7 @@ def _of_lone(value: Tensor, seen: Seen, heads: int) -> Tensor:
     return own.repeat_interleave(heads // value.shape[1], 2)
 
 
-def _in_training(call: Call, on: Tensor) -> tuple[Tensor, Tensor]:
+def _in_training(call: Call) -> tuple[Tensor, Tensor]:
     """Full attention of heads that may be on, and windowed attention of heads that may be off, `[B, T, H, D]` each."""
     query, key, value, _, seen, scaling, *_ = call
     batch, heads, length, size = query.shape

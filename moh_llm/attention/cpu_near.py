@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from moh_llm.attention.call import Call
+from moh_llm.attention.call import Call, equal_groups
 from moh_llm.attention.cpu_parts import flash_attention, flash_gradients, kept, places_of, sums_dtype, take
 from moh_llm.modeling.interval_attention_moh import Distant, in_blocks
 from moh_llm.modeling.seen_moh import Seen
@@ -80,14 +80,11 @@ def near_attention(call: Call, heads: Iterable[int]) -> tuple[list[int], Tensor]
     """
     query, key, value, _, seen, scaling, distant, *_ = call
     shared = query.shape[1] // key.shape[1]
-    by_group: dict[int, list[int]] = {}
-    for head in heads:
-        by_group.setdefault(head // shared, []).append(head)
     order, outputs = [], []
     band = kept(seen, "band", lambda: Band.from_seen(seen, key.shape[2]))
-    for count in sorted({len(own) for own in by_group.values()}):
-        groups = [group for group, own in by_group.items() if len(own) == count]
-        own = [head for group in groups for head in by_group[group]]
+    for own in equal_groups(heads, shared):
+        groups = list(dict.fromkeys(head // shared for head in own))
+        count = len(own) // len(groups)
         name = "mask", len(query), count, query.dtype
         mask = kept(seen, name, lambda: band.mask(len(query), count, query.dtype))  # noqa: B023
         places = places_of(own)

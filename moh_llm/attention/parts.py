@@ -11,7 +11,6 @@ Shapes: B batch, T queries, S keys, H query heads, KV key-value heads, D head si
 """
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from moh_llm.modeling.seen_moh import Seen
 
-from .call import Call, Kinds
+from .call import Call, Kinds, equal_groups
 from .compiled import compiled
 from .plan import Plan, group_table, plan_of
 from .windowed import why_not_windowed
@@ -125,7 +124,7 @@ def _parts(
         (never if seen.lead else (), 0, seen.lead, dense),
         (always, 0, tokens, dense),
     ):
-        for same in _equal_groups(kind, shared):
+        for same in equal_groups(kind, shared):
             own, table = group_table(same, shared, device)
             groups.append(own)
             attends.append(attend)
@@ -166,16 +165,6 @@ def _windowed(query: Tensor, key: Tensor, value: Tensor, window: int, scaling: f
     begin = max(key.shape[2] - query.shape[1] - window + 1, 0)
     out, lse = windowed(query.transpose(1, 2), key[:, :, begin:], value[:, :, begin:], scaling, window)
     return out.transpose(1, 2), lse.transpose(1, 2)
-
-
-def _equal_groups(heads: tuple[int, ...], shared: int) -> list[tuple[int, ...]]:
-    """Split `heads` so that all groups of a part have the same number of heads."""
-    groups, kinds = defaultdict(list), defaultdict(list)
-    for head in heads:
-        groups[head // shared].append(head)
-    for group in groups.values():
-        kinds[len(group)] += group
-    return [tuple(kind) for kind in kinds.values()]
 
 
 @compiled
