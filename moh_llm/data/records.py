@@ -126,8 +126,9 @@ def _text_of(stored: Any, unit: str, source: Source, template: chat.ChatTemplate
         return chat.read_chat(source.type, record, template)
     text = record.get(source.text_field)
     if not isinstance(text, str):
+        holds = f", which holds {json.dumps(text, default=str)[:40]}" if source.text_field in record else ""
         raise ValueError(
-            f"no text in the field {source.text_field}; the record has {', '.join(record)[:200]}; "
+            f"no text in the field {source.text_field}{holds}; the record has {', '.join(record)[:200]}; "
             "text_field of the source, in a mixture file, names another"
         )
     return chat.in_utf8(text)

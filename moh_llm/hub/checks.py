@@ -20,14 +20,7 @@ from moh_llm.evaluation.rendering import plain
 from moh_llm.files import scratch_folder, sha256, write_json
 from moh_llm.locking import lock_folder
 from moh_llm.reading import read_json
-from moh_llm.records.model import (
-    LICENCE_NAMES,
-    is_image_model,
-    read_config,
-    read_index,
-    read_weight_map,
-    weight_names,
-)
+from moh_llm.records.model import LICENCE_NAMES, is_image_model, read_config, read_index, read_weight_map, weight_names
 from moh_llm.records.seal import EDITABLE, SEAL
 
 CARD = "README.md"
@@ -64,7 +57,9 @@ def list_files(folder: Path) -> tuple[list[str], list[str]]:
     files, problems = [], []
     for path in _visible(folder):
         name = path.relative_to(folder).as_posix()
-        is_model_file = name in allowed or name.startswith(LICENCE_NAMES) or path.match(f"{_TEMPLATES}/*.jinja")
+        ending = path.suffix.lower()[1:]  # LICENSE-Llama-3.1 is a text, LICENSE.pkl is none
+        is_licence = name.startswith(LICENCE_NAMES) and (ending in ("", "md", "txt", "rst") or ending.isdigit())
+        is_model_file = name in allowed or is_licence or path.match(f"{_TEMPLATES}/*.jinja")
         if not path.is_file() or not (is_model_file or path.suffix == ".py"):
             problems.append(f"{name}: is not part of a model; {_MOVE}")
         else:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.config import EvaluationConfig
+from moh_llm.evaluation.evaluate import evaluate
 from moh_llm.evaluation.models import check_model, label_models, other_base
 from moh_llm.evaluation.record import build_record
 from moh_llm.evaluation.runner import ModelScores
@@ -86,6 +87,14 @@ def test_labels_are_the_shortest_that_differ(tmp_path: Path) -> None:
     assert list(labels.values()) == ["owner/base", *models]
     with pytest.raises(UserError, match="is given twice"):
         label_models([folder, f"{folder}/"], None)
+
+
+def test_options_of_models_of_images_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    for options in ({"samples": 4}, {"features": str(tiny_llama)}):
+        config = EvaluationConfig(str(tiny_llama), suite="smoke", output_dir=tmp_path / "report", **options)
+        with pytest.raises(UserError, match=r"^samples and features have no meaning for language models; leave them "):
+            evaluate(config)
+    assert not (tmp_path / "report").exists()
 
 
 def test_another_base_than_the_conversion_names_is_told(tiny_llama: Path, tiny_moh: Path, make_llama, tmp_path) -> None:

@@ -29,7 +29,8 @@ def test_a_model_as_it_was_saved_has_no_problem(moh_model, make_model):
 
 
 def test_files_that_are_not_part_of_a_model(folder):
-    names = ("adapter_model.safetensors", "checkpoints/step-000010/model.safetensors", "notes.md", "pytorch_model.bin")
+    names = ["LICENSE.pkl", "adapter_model.safetensors", "checkpoints/step-000010/model.safetensors", "notes.md"]
+    names += ["pytorch_model.bin"]
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"x")
@@ -47,7 +48,13 @@ def test_an_index_that_nobody_reads(folder):
 
 
 def test_files_that_are_part_of_a_model_or_hidden(folder):
-    for name in ("LICENSE", "tokenizer.model", ".git/config", "additional_chat_templates/rag.jinja"):
+    for name in (
+        "LICENSE",
+        "LICENSE-Llama-3.1",
+        "tokenizer.model",
+        ".git/config",
+        "additional_chat_templates/rag.jinja",
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("x")
     assert _found(folder) == []
