@@ -45,7 +45,7 @@ def test_much_text_is_not_tokenised_on_the_way(corpus, tokenizer, monkeypatch, t
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: (f / "mixture.json").unlink(), r"holds no mixture\.json; name a folder that"),
+        (lambda f: (f / "mixture.json").unlink(), r"holds no mixture\.json; name a folder of moh-llm tokenize"),
         (
             lambda f: (f / "mixture.json").write_text('{"status": "finished"}'),
             r"lacks name; tokenize the text",
