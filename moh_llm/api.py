@@ -136,9 +136,10 @@ def evaluate(models: PathLike | Sequence[PathLike], *, command_line: str = "", *
     from moh_llm.records.model import CONFIG, read_config
 
     config = keyword_options(EvaluationConfig, "evaluate", models=models, **options)
+    suite = load_suite(config.suite)
     for folder in map(Path, (*config.models, config.base or config.models[0])):
         if (folder / CONFIG).is_file():
-            load_suite(config.suite).within(read_config(folder).get("max_position_embeddings") or 1 << 40)
+            suite.within(read_config(folder).get("max_position_embeddings") or 1 << 40)
     from moh_llm.conversion.base import holds_image_model  # only now: imports of torch take long on a busy machine
     from moh_llm.evaluation.evaluate import evaluate as evaluate_models
 
