@@ -101,7 +101,7 @@ def train(recipe: "PathLike | TrainConfig", *, overwrite: bool = False, **option
     is_made = isinstance(recipe, TrainConfig)
     values = [("recipe", *item) for item in asdict(recipe).items()] if is_made else recipe_values(recipe)
     config = read_options(TrainConfig, [*values, *(("train", *item) for item in options.items())])
-    from moh_llm.hub.publish import check_hub, finish_run  # only now: imports of torch take long on a busy machine
+    from moh_llm.hub.publish import check_hub, finish_run  # after the checks: importing torch takes seconds
     from moh_llm.training.loop import train as train_model
 
     kind = None
@@ -138,9 +138,9 @@ def evaluate(models: PathLike | Sequence[PathLike], *, command_line: str = "", *
     config = keyword_options(EvaluationConfig, "evaluate", models=models, **options)
     suite = load_suite(config.suite)
     for folder in map(Path, (*config.models, config.base or config.models[0])):
-        if (folder / CONFIG).is_file():
-            suite.within(read_config(folder).get("max_position_embeddings") or 1 << 40)
-    from moh_llm.conversion.base import holds_image_model  # only now: imports of torch take long on a busy machine
+        if (folder / CONFIG).is_file() and (context := read_config(folder).get("max_position_embeddings")):
+            suite.within(context)
+    from moh_llm.conversion.base import holds_image_model  # after the checks: importing torch takes seconds
     from moh_llm.evaluation.evaluate import evaluate as evaluate_models
 
     if holds_image_model(config.models[0]):

@@ -55,7 +55,7 @@ def watch(model: MoHLlamaPreTrainedModel, batches: Iterable[Batch], take: Callab
     """Run the decoder over batches and pass each layer's states to ``take``; returns the number of tokens.
 
     The model is in evaluation mode. Batches have `input_ids` and `position_ids` `[B, T]`, and documents are isolated
-    where positions restart; those of images have `pixel_values`. Of each batch the first layer comes first.
+    where positions restart; those of images have `pixel_values`. ``take`` gets a batch's layers in order.
 
     Raises:
         UserError: there are no tokens.

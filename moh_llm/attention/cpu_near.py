@@ -76,7 +76,7 @@ class Band(NamedTuple):
 def near_attention(call: Call, heads: Iterable[int]) -> tuple[list[int], Tensor]:
     """Outputs `[B, T', heads, D]` of `heads` where they are off, for the queries after the first `seen.lead` ones.
 
-    The heads come first, in the order of the outputs: groups with an equal number of heads are computed together.
+    Returns the heads in the order of the outputs, since groups of equal size are computed together, and the outputs.
     """
     query, key, value, _, seen, scaling, distant, *_ = call
     shared = query.shape[1] // key.shape[1]

@@ -164,7 +164,7 @@ def _backward(
 ) -> LayerSample:
     """Run a layer again on its stored input, replace `gradients` by those of this input, and return its sample.
 
-    With `sight`, numbers of tokens, the sample has local attention to a window and sinks of these.
+    ``sight`` has the numbers of tokens of the window and of the sinks of local attention, if the sample needs it.
     """
     layer = base.layer(number)
     attention = layer.layers[0].self_attn

@@ -51,7 +51,7 @@ def locate(source: Source) -> list[SourceFile]:
         files = [file for pattern in source.data_files for file in _hub_files(source, pattern)]
     else:
         files = [file for pattern in source.files for file in _local_files(pattern, source.name)]
-    return list({os.path.normpath(file.path): file for file in files}.values())  # a glob's may have `..` in them
+    return list({os.path.normpath(file.path): file for file in files}.values())  # a glob yields paths with `..`
 
 
 def _local_files(pattern: str, name: str) -> Iterator[SourceFile]:

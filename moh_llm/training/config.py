@@ -9,7 +9,7 @@ from moh_llm.options import Names, Place, options
 
 Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 GateGradient = Literal["exact", "sampled", "none"]
-# Of Accelerate, whose import takes long on a busy machine; a test compares them.
+# What Accelerate knows. Importing it takes seconds, so the names stand here; a test compares them.
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
 
