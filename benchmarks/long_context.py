@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from baselines.pressed import press_of, read_pressed, read_pressed_groups
+from baselines.pressed import press_of, read_pressed
 from command import add_compute_dtype, cache_bytes, device_and_dtype, kind_of_device, load_models, status_of
 from held_out import texts_of
 from tqdm import tqdm
@@ -190,11 +190,10 @@ def compare(
         for press, kind in (presses or {}).items():
             with_others = {f"{press}+{Path(of).name}": other for of, other in others.items()}
             for own, pressed in {press: base, **with_others}.items():
-                reads, on = read_pressed, torch.ones(ids.shape[1])
+                plan, on = pressed.config, torch.ones(ids.shape[1])
                 if pressed is not base:
-                    reads, plan = read_pressed_groups, pressed.config
                     on[plan.all_heads_until :] = np.mean(plan.active_heads_per_layer) / plan.num_attention_heads
-                hidden, sizes_then, dropped = reads(pressed, ids, HEADLINE, sizes[0], kind)
+                hidden, sizes_then, dropped = read_pressed(pressed, ids, HEADLINE, sizes[0], kind)
                 states[f"{name}/{own}"] = pressed, hidden
                 found[f"{name}/{own}"] = row(on, sizes_then, model.config, dropped)
     compared: dict[str, list[torch.Tensor]] = {name: [] for name in states}

@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> None:
     base, models = load_models(args.base, args.models, device, dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.base)
     import_generators()
-    found = [(task, prompt) for task in args.tasks for prompt in read_prompts(task, args, tokenizer, device)]
+    how = args, tokenizer, device, args.begun
+    found = [(task, prompt) for task in args.tasks for prompt in read_prompts(task, *how)]
     progress = tqdm(found, desc="prompts", unit="prompt", leave=False)
     all_scores = [[score(model, prompt) for model in (base, *models.values())] for _, prompt in progress]
     (of_base, *of_models), solved = np.array(all_scores).T
@@ -104,14 +105,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_prompts(
-    task: str, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, device: torch.device
+    task: str, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, device: torch.device, begun: str = ""
 ) -> list[Prompt]:
-    """The first prompts of a task, as `moh-llm evaluate` makes them without `--data-dir`."""
+    """The first prompts of a task, as `moh-llm evaluate` makes them without `--data-dir`; `begun` ends the question."""
     stock = Path(lm_eval.__file__).parent / "tasks" / "ruler" / f"niah_{task}.yaml"
     prompts = []
     for row in make_prompts(str(stock), args.base, [args.length], args.prompts, "test")["test"]:
         text, _, question = row["input"].rpartition("\n")
-        parts = text, f"\n{question} {row['gen_prefix']}{args.begun}", f" {row['outputs'][0]}"
+        parts = text, f"\n{question} {row['gen_prefix']}{begun}", f" {row['outputs'][0]}"
         prompts.append(tuple(tokenizer(part, return_tensors="pt").input_ids.to(device) for part in parts))
     return prompts
 

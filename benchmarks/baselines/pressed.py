@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from command import cache_bytes
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moh_llm import MoHCache
@@ -45,14 +45,42 @@ def read_pressed(
         The last hidden states `[T, C]`, those after the prompt of one pass with the compressed cache; the bytes of the
         cache after the prompt and after all tokens; and the number of dropped tokens.
     """
-    cache, positions = DynamicCache(config=model.config), torch.arange(ids.shape[1], device=ids.device)[None]
-    numbers = 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim  # a token's
-    with press(compression_ratio=1 - size / (prompt * numbers * model.dtype.itemsize))(model):
-        before = model.model(ids[:, :prompt], past_key_values=cache).last_hidden_state
-    dropped, sizes = prompt - cache.get_seq_length(), [cache_bytes(cache)]
-    # The cache holds fewer tokens than were read, so that positions are to be given.
-    later = model.model(ids[:, prompt:], past_key_values=cache, position_ids=positions[:, prompt:]).last_hidden_state
+    before, cache = press_prompt(model, ids[:, :prompt], size, press)
+    sizes, dropped = [cache_bytes(cache)], prompt - kept_tokens(cache, prompt)
+    later = read_later(model, ids[:, prompt:], cache, prompt)
     return torch.cat([before, later], dim=1)[0], [*sizes, cache_bytes(cache)], dropped
+
+
+def press_prompt(model: PreTrainedModel, ids: torch.Tensor, size: int, press: Any) -> tuple[torch.Tensor, Cache]:
+    """Read a prompt `[1, T]`; returns its last hidden states `[1, T, C]`, and its cache of at most `size` bytes.
+
+    Of a converted model, which has no router, each group that is on drops as many tokens of its own.
+    """
+    config, length = model.config, ids.shape[1]
+    if isinstance(model, MoHLlamaForCausalLM):
+        return press_groups(model, ids, size, press)
+    cache = DynamicCache(config=config)
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    with press(compression_ratio=1 - size / (length * token))(model):
+        return model.model(ids, past_key_values=cache).last_hidden_state, cache
+
+
+def kept_tokens(cache: Cache, prompt: int) -> int:
+    """How many tokens of a prompt the layers, or groups that are on, keep."""
+    return prompt - cache.dropped if isinstance(cache, PressedCache) else cache.get_seq_length()
+
+
+def read_later(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, start: int) -> torch.Tensor:
+    """The last hidden states `[1, T, C]` of `ids` `[1, T]`, which follow `start` tokens that `press_prompt` read."""
+    positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+    how: dict[str, Any] = {}
+    if isinstance(cache, PressedCache):
+        how = {"seen": seen_at(model.config, positions)}
+        # The mask is for layers whose groups are all on.
+        mask = torch.ones(ids.shape[1], start - cache.dropped + ids.shape[1], dtype=torch.bool, device=ids.device)
+        how["attention_mask"] = mask.tril(start - cache.dropped)[None, None]
+    # The cache holds fewer tokens than were read, so that positions are to be given.
+    return model.model(ids, past_key_values=cache, position_ids=positions, **how).last_hidden_state
 
 
 class PressedCache(MoHCache):
@@ -80,15 +108,10 @@ class PressedCache(MoHCache):
         return keys, values
 
 
-def read_pressed_groups(
-    model: MoHLlamaForCausalLM, ids: torch.Tensor, prompt: int, size: int, press: Any
-) -> tuple[torch.Tensor, list[int], int]:
-    """`read_pressed` of a converted model without a router: each group that is on drops as many tokens of its own."""
-    config, length = model.config, ids.shape[1]
-    positions = torch.arange(length, device=ids.device)[None]
-    local = config.local_window, config.local_sinks, config.local_start
-    first, later = (Seen.from_positions(part, part * 0, *local) for part in positions.tensor_split([prompt], dim=1))
-    scorer, scores, whole, cache = press(0.0), [], DynamicCache(config=config), PressedCache(config)
+def press_groups(model: MoHLlamaForCausalLM, ids: torch.Tensor, size: int, press: Any) -> tuple[torch.Tensor, Cache]:
+    """`press_prompt` of a converted model."""
+    scorer, scores = press(0.0), []
+    whole, cache = DynamicCache(config=model.config), PressedCache(model.config)
 
     def score(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         layer = whole.layers[module.layer_idx]
@@ -97,12 +120,14 @@ def read_pressed_groups(
     with scorer(model), ExitStack() as hooks:
         for layer in model.model.layers:
             hooks.enter_context(layer.self_attn.register_forward_hook(score, with_kwargs=True))
-        before = model.model(ids[:, :prompt], past_key_values=whole).last_hidden_state
+        hidden = model.model(ids, past_key_values=whole).last_hidden_state
+    seen = seen_at(model.config, torch.arange(ids.shape[1], device=ids.device)[None])
     for index, layer in enumerate(whole.layers):
-        cache.update(layer.keys, layer.values, index, {"seen": first, "all_on": False})
+        cache.update(layer.keys, layer.values, index, {"seen": seen, "all_on": False})
     cache.press(scores, size)
-    sizes, kept = [cache_bytes(cache)], prompt - cache.dropped
-    mask = torch.ones(length - prompt, kept + length - prompt, dtype=torch.bool, device=ids.device).tril(kept)
-    how = {"attention_mask": mask[None, None], "seen": later}  # the mask is for layers whose groups are all on
-    later = model.model(ids[:, prompt:], past_key_values=cache, position_ids=positions[:, prompt:], **how)
-    return torch.cat([before, later.last_hidden_state], dim=1)[0], [*sizes, cache_bytes(cache)], cache.dropped
+    return hidden, cache
+
+
+def seen_at(config: Any, positions: torch.Tensor) -> Seen:
+    """What tokens of one document see, by their positions `[1, T]`."""
+    return Seen.from_positions(positions, positions * 0, config.local_window, config.local_sinks, config.local_start)

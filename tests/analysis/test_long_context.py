@@ -18,7 +18,7 @@ from moh_llm.modeling.interval_attention_moh import masked_attention
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import long_context
-from baselines.pressed import read_pressed_groups
+from baselines.pressed import press_prompt, read_later, read_pressed
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_of_a_converted_model_a_press_drops_keys_of_the_groups_that_are_on(make_
     _, moh = make_pair(num_hidden_layers=3, initializer_range=0.2, **shape, **plan, local_start=0)
     ids = torch.randint(3, 200, (640,), generator=torch.Generator().manual_seed(0))
     token = 2 * 8 * 4  # bytes of a key and a value
-    hidden, (then, _), dropped = read_pressed_groups(moh, ids[None], 600, 1500 * token, Middle)
+    hidden, (then, _), dropped = read_pressed(moh, ids[None], 600, 1500 * token, Middle)
     # Four groups keep as many tokens each; five those of a MoHCache: sinks, window and what may be cropped. 600 numbers
     # say where documents begin.
     kept = (1500 - 5 * (4 + 7 + 64) - 600 * 8 // token) // 4
@@ -147,6 +147,11 @@ def test_of_a_converted_model_a_press_drops_keys_of_the_groups_that_are_on(make_
     monkeypatch.setattr(attention_moh, "interval_attention", masked)
     wanted = moh.model(ids[None], use_cache=False).last_hidden_state[0]
     torch.testing.assert_close(hidden, wanted, rtol=1e-3, atol=1e-4)
+    monkeypatch.undo()
+    monkeypatch.setattr(attention, "BACKENDS", backends)
+    _, cache = press_prompt(moh, ids[None, :600], 1500 * token, Middle)
+    steps = [read_later(moh, ids[None, at : at + 1], cache, at)[0] for at in range(600, 640)]
+    torch.testing.assert_close(torch.cat(steps), hidden[600:], rtol=1e-3, atol=1e-4)
 
 
 def test_a_press_that_is_not_there_is_named(folders, tmp_path, monkeypatch, capsys):
