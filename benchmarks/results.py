@@ -1,6 +1,6 @@
 """Tables and pictures of docs/results from their records, and a small part of the figures measured again.
 
-    make results PAGE=speed          # writes a page's table and picture, and prints the commands that measured it
+    make results PAGE=speed          # writes a page's table and picture (SVG; PNG, which git ignores), prints commands
     make results                     # writes those of all pages
     make results-check BASE=DIR ...  # measures what all records have to check, and compares
 
@@ -58,6 +58,7 @@ def main() -> int:
         write_text(path, rewritten(page, path.read_text()))
         if "picture" in record(page):
             write_text(RESULTS / "data" / f"{page}.svg", picture(page))
+            (RESULTS / "data" / f"{page}.png").write_bytes(chart(page).png)
     for section in record(args.page)["sections"].values() if args.page else ():
         if section.get("commands"):
             where = ", ".join(section[name] for name in ("machine", "date") if name in section)
@@ -117,8 +118,8 @@ def digest(page: str) -> str:
     return hashlib.sha256(figures.encode()).hexdigest()[:16]
 
 
-def picture(page: str) -> str:
-    """The record's picture as an SVG file."""
+def chart(page: str) -> charts.Chart:
+    """The record's picture."""
     of = record(page)["picture"]
     if "x" in of:
         series = {
@@ -126,13 +127,14 @@ def picture(page: str) -> str:
             for name, points in of["series"].items()
         }
         axes = charts.Axis(of["x"], of.get("log_x")), charts.Axis(of["y"], of.get("log_y"))
-        chart: charts.Chart = charts.LineChart(page, of["title"], "", series, *axes, of.get("reference"))
-    else:
-        rows = {
-            name: [at and (*numbers(page, at), None, None)[:3] for at in cells] for name, cells in of["series"].items()
-        }
-        chart = charts.IntervalChart(page, of["title"], "", of["names"], rows, of["unit"], list(rows))
-    drawn = str(chart.svg)
+        return charts.LineChart(page, of["title"], "", series, *axes, of.get("reference"))
+    rows = {name: [at and (*numbers(page, at), None, None)[:3] for at in cells] for name, cells in of["series"].items()}
+    return charts.IntervalChart(page, of["title"], "", of["names"], rows, of["unit"], list(rows))
+
+
+def picture(page: str) -> str:
+    """The record's picture as an SVG file."""
+    drawn = str(chart(page).svg)
     for name, colour in re.findall(r"(--[\w-]+): (#\w+)", STYLE.read_text().partition("@media")[0]):
         drawn = drawn.replace(f"var({name})", colour)
     opening = '<svg xmlns="http://www.w3.org/2000/svg" width="720" style="background: white"'

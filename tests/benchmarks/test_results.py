@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -94,3 +95,16 @@ def test_a_picture_stands_alone():
     for page in ("retrieval", "speed"):
         drawn = results.picture(page)
         assert ElementTree.fromstring(drawn).tag.endswith("svg") and "var(" not in drawn and "#0072b2" in drawn
+
+
+def test_the_command_writes_a_page_and_its_picture_as_svg_and_png(tmp_path, monkeypatch, capsys):
+    copied = shutil.copytree(results.RESULTS, tmp_path / "docs" / "results", ignore=shutil.ignore_patterns("*.svg"))
+    monkeypatch.setattr(results, "RESULTS", copied)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["results.py", "rivals"])
+    (copied / "rivals.md").write_text(f"{results.BEGIN}\n{results.END}\n")
+    assert results.main() == 0
+    assert "| heads | MoH, untrained |" in (copied / "rivals.md").read_text()
+    assert results.digest("rivals") in (copied / "data" / "rivals.svg").read_text()
+    assert (copied / "data" / "rivals.png").read_bytes().startswith(b"\x89PNG")
+    assert "benchmarks/long_context.py" in capsys.readouterr().out
