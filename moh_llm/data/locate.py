@@ -86,7 +86,7 @@ def _listed_addresses(source: Source) -> list[str]:
     where = f"source {source.name}: list {shown(source.url_list)}"
     try:
         with open_file(source.url_list) as file:
-            lines = [line.strip() for line in file.read().decode().split("\n")]
+            lines = [line.strip() for line in file.read().decode("utf-8-sig").split("\n")]
     except Exception as error:
         raise UserError(f"{where} cannot be read: {reason(error)}") from error
     urls = [line for line in lines if line and not line.startswith("#")]

@@ -93,6 +93,7 @@ def _parts(file: IO[bytes], whole: bool) -> Iterator[bytes]:
 def _rows(file: IO[bytes], source: Source) -> Iterator[Any]:
     """The rows of a parquet file, as Arrow batches of one row each with the columns that are read."""
     try:
+        from pyarrow import RecordBatch
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise UserError('reading parquet needs pyarrow; pip install "moh-llm[data]"') from error
@@ -104,7 +105,10 @@ def _rows(file: IO[bytes], source: Source) -> Iterator[Any]:
         raise ValueError(f"no column {' or '.join(fields)} in {', '.join(names)[:200]}; see text_field and type")
     for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
         for row in range(batch.num_rows):
-            yield batch.slice(row, 1)
+            # A column of categories has all of them, whatever its rows: each row gets its own.
+            one = (array.slice(row, 1) for array in batch.columns)
+            own = [array.dictionary_decode() if hasattr(array, "dictionary_decode") else array for array in one]
+            yield RecordBatch.from_arrays(own, batch.schema.names)
 
 
 def _text_of(stored: Any, unit: str, source: Source, template: chat.ChatTemplate | None) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from moh_llm.data.locate import locate, source_identity
 from moh_llm.data.mixture import EMBEDDED, Mixture, load_mixture
@@ -44,7 +45,9 @@ class Shard:
         if fault := entry.fault(path):
             raise UserError(f"{fault}; give the same moh-llm tokenize command again, which repairs the folder")
         places = [(path, dtype), (index_of(path), "<u8")] + [(loss_of(path), bool)] * (entry.loss_sha256 is not None)
-        return cls(*(np.asarray(np.memmap(place, dtype=kind, mode="r")) for place, kind in places))
+        # numpy and mmap would keep a file open for each of them, and a corpus has thousands.
+        mapped = [torch.from_file(str(at), size=at.stat().st_size, dtype=torch.uint8).numpy() for at, _ in places]
+        return cls(*(part.view(kind) for part, (_, kind) in zip(mapped, places, strict=True)))
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens `start` to `stop`, and where among them documents begin, as offsets from `start`."""
@@ -175,7 +178,7 @@ def open_tokens(
 
     Raises:
         UserError: the folder is not finished, a shard is missing or cut short, or a tokenizer other than ``tokenizer``
-            made the tokens.
+            made the tokens, or an id has no row in the embedding.
     """
     record = read_tokens(folder)
     if tokenizer is not None:
@@ -202,6 +205,13 @@ def open_tokens(
             TokenStream.from_shards([Shard.from_file(folder / name / entry.file, dtype, entry) for entry in found])
             for found in entries
         ]
+        if tokenizer is not None and tokenizer.rows is not None:
+            largest = max((int(shard.tokens.max()) for stream in streams for shard in stream.shards), default=-1)
+            if largest >= tokenizer.rows:
+                raise UserError(
+                    f"the tokens of {name} in {folder} hold id {largest}, and the model embeds ids below vocab_size="
+                    f"{tokenizer.rows}; remove the token from the text, or give it a row in the embedding"
+                )
         if not all(map(len, streams)):
             streams = split_tail(streams[0] if len(streams[0]) else streams[1], record.validation_share)
         hashes = "".join(entry.sha256 + (entry.loss_sha256 or "") for found in entries for entry in found)

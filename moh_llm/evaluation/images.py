@@ -54,7 +54,7 @@ def score_images(
         rows = numbers[first : first + size]
         pixels, labels = images.batch(rows), None if images.labels is None else images.labels[rows]
         if not is_denoiser(network):
-            logits = predict(network, {"pixel_values": pixels.to(device)})[0].cpu()
+            logits = finite(predict(network, {"pixel_values": pixels.to(device)})[0].cpu())
             hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
             found.append(torch.stack([hits[:, 0], hits.any(1)], 1).double())
             continue
@@ -66,12 +66,19 @@ def score_images(
             timestep = torch.cat([torch.randint(*bounds, generator=draw) for draw in draws])
             noise = torch.stack([torch.randn(pixels.shape[1:], generator=draw) for draw in draws])
             batch = {"hidden_states": add_noise(pixels, noise, timestep), "timestep": timestep, "class_labels": labels}
-            output = predict(network, {name: part.to(device) for name, part in batch.items()})[0].cpu()
+            output = finite(predict(network, {name: part.to(device) for name, part in batch.items()})[0].cpu())
             errors.append((output[:, : pixels.shape[1]] - noise).square().mean((1, 2, 3)))
         found.append(torch.stack([torch.stack(errors).mean(0), *errors], 1).double())
     bands = [f"error_{band * width}_{(band + 1) * width - 1}" for band in range(BANDS)]
     names = ["error", *bands] if is_denoiser(network) else ["top1", "top5"]
     return dict(zip(names, torch.cat(found).numpy().T, strict=True))
+
+
+def finite(output: Tensor) -> Tensor:
+    """A network's output. Raises UserError where it has NaN or infinity: classes would be chosen all the same."""
+    if not output.isfinite().all():
+        raise UserError("the model computes values that are not finite; --compute-dtype float32 may help")
+    return output
 
 
 def paired(own: np.ndarray, base: np.ndarray, is_share: bool = False) -> dict[str, Any]:

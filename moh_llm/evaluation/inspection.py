@@ -6,7 +6,6 @@ found.charts[0].png
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -105,8 +104,14 @@ def inspect_model(model: str, text: str | None = None) -> Inspection:
         LineChart("keys", "Keys read", "", curves, Axis("token"), Axis("keys, mean over heads")),
     ]
     # What a token adds to the text of the one before: decoded alone, many tokens lose their space.
-    found = ids[0].tolist()
-    pieces = [tokenizer.decode([one, two])[len(tokenizer.decode(one)) :] for one, two in pairwise(found)]
-    shares = on.mean((0, 2)).tolist()
-    text = list(zip([tokenizer.decode(found[0]), *pieces], shares, strict=True))
+    # A character of several tokens is shown with the last of them.
+    text, before, own = [], [], []
+    for token, part in zip(ids[0].tolist(), on.mean((0, 2)).tolist(), strict=True):
+        own.append(token)
+        piece = tokenizer.decode(before + own)[len(tokenizer.decode(before)) :]
+        if piece.endswith("\ufffd") and len(own) < 4:
+            piece = ""
+        else:
+            before, own = own, []
+        text.append((piece, part))
     return Inspection(model, facts(table), charts, text)

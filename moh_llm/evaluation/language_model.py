@@ -1,5 +1,6 @@
 """lm-eval's Hugging Face model, with its requests shared among the processes of an evaluation."""
 
+import math
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.processes import BenchmarkError, Team
 
 T = TypeVar("T")
+# Tasks would choose an answer all the same.
+NOT_FINITE = "the model computes values that are not finite; --compute-dtype float32 may help"
 
 
 class LanguageModel(HFLM):
@@ -88,7 +91,10 @@ class LanguageModel(HFLM):
     ) -> list[tuple[float, bool]]:
         longest = max((len(context) + len(continuation) for _, context, continuation in requests), default=0)
         self.cut |= longest > self.max_length + 1  # the last token is no input
-        return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+        answers = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+        if any(math.isnan(value) for value, _ in answers):
+            raise ValueError(NOT_FINITE)
+        return answers
 
     def tok_batch_encode(
         self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, **options: Any
@@ -105,7 +111,7 @@ class LanguageModel(HFLM):
 
     def _model_generate(self, context: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         self._check_rows(context)
-        return super()._model_generate(context, *arguments, **options)
+        return super()._model_generate(context, *arguments, **options, logits_processor=[refuse_nan])
 
     def _check_rows(self, ids: torch.Tensor) -> None:
         """Raise UserError for an id without a row in the embedding, which would stop a GPU for good."""
@@ -116,6 +122,13 @@ class LanguageModel(HFLM):
                 f"{self.rows}; remove the token from its tokenizer, or give it a row: moh-llm convert BASE --tokenizer "
                 "FOLDER"
             )
+
+
+def refuse_nan(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Logits as they are, for `generate`. Raises ValueError where one is NaN or infinity."""
+    if not (logits < math.inf).all():
+        raise ValueError(NOT_FINITE)
+    return logits
 
 
 def load_model(

@@ -179,11 +179,11 @@ def _hash_data(folder: Path | None, benchmark: Benchmark, tasks: "list[Configura
 
 
 def hash_definition(suite: Suite, benchmark: Benchmark) -> str | None:
-    """SHA-256 of the files beside a task file of the suite; None for lm-eval's own, which go with its version."""
+    """SHA-256 of the files beside a benchmark's task files; None for lm-eval's own, which go with its version."""
     if benchmark.stock:
         return None
-    folder = (suite.folder / benchmark.expand()[0].definition).parent
-    files = sorted(file for file in folder.iterdir() if file.suffix in (".yaml", ".py"))
+    folders = {(suite.folder / part.definition).parent for part in benchmark.expand()}
+    files = sorted(file for folder in folders for file in folder.iterdir() if file.suffix in (".yaml", ".py"))
     return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
 
 

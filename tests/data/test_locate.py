@@ -124,7 +124,7 @@ def test_nothing_there(tmp_path, name):
 @pytest.mark.parametrize("how", ["plain", "stream"])
 def test_lists_of_addresses(tmp_path, site, how):
     local = tmp_path / "the list.txt"
-    local.write_bytes("# all\nhttps://h/en/ä.jsonl\n\n  https://h/de/b.jsonl  ".encode())
+    local.write_bytes("\ufeff# all\nhttps://h/en/ä.jsonl\n\n  https://h/de/b.jsonl  ".encode())
     for url_list in (str(local), f"{site}/{how}/list.txt"):
         assert paths(url_list=url_list) == ["https://h/en/ä.jsonl", "https://h/de/b.jsonl"]
         assert paths(url_list=url_list, match="*/en/*") == ["https://h/en/ä.jsonl"]

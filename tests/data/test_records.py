@@ -180,6 +180,10 @@ def test_documents_up_to_the_limit_are_read(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("b" * LIMIT)
     (tmp_path / "a.parquet").write_bytes(parquet({"text": ["c" * (LIMIT - 64)] * 40}))
     assert [len(read(tmp_path / name)) for name in ("a.jsonl", "a.txt", "a.parquet")] == [3, 1, 40]
+    # Of a column of categories a row has one, although all of them are longer than a record may be.
+    texts = [letter * (LIMIT - 64) for letter in "abc"]
+    (tmp_path / "a.parquet").write_bytes(parquet({"text": pa.array([*texts, *texts[::-1]]).dictionary_encode()}))
+    assert read(tmp_path / "a.parquet") == [*texts, *texts[::-1]]
 
 
 _READ = """

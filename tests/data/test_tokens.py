@@ -1,6 +1,7 @@
 """Opening tokens for training, the cache, and the two commands."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,20 @@ def test_the_commands(corpus, tokenizer, tmp_path, capsys):
     assert "500,000" in said and f"{plain:,}" in said and f"{500_000 / plain:.2f}" in said
     assert main(["mixture", "show", str(corpus)]) == 0
     assert "50,000,000,000" in capsys.readouterr().out
+
+
+def test_open_tokens_keep_no_file_open(corpus, tokenizer, tmp_path):
+    tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=1)
+    before = len(os.listdir("/dev/fd"))
+    opened = open_tokens(tmp_path / "out")
+    assert len(os.listdir("/dev/fd")) == before and sum(len(source.train) for source in opened) > 100
+
+
+def test_tokens_without_a_row_in_the_embedding_are_refused(corpus, tokenizer, model_tokenizer, tmp_path):
+    tokenize_mixture(load_mixture(corpus), tokenizer, tmp_path / "out", workers=1)
+    streams = [stream for source in open_tokens(tmp_path / "out") for stream in (source.train, source.validation)]
+    largest = max(int(stream.read(0, len(stream))[0].max()) for stream in streams)
+    assert largest + 1 < tokenizer.vocab_size  # else a model of one row more would not be looked at
+    tokens_for(str(tmp_path / "out"), model_tokenizer, largest + 1)
+    with pytest.raises(UserError, match=f"hold id {largest}, and the model embeds ids below vocab_size={largest}"):
+        tokens_for(str(tmp_path / "out"), model_tokenizer, largest)

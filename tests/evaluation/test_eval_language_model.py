@@ -63,3 +63,17 @@ def test_tokens_without_a_row(tiny_llama: Path, tmp_path: Path) -> None:
     for run in (lm._model_call, lambda ids: lm._model_generate(ids, max_length=4, stop=[])):
         with pytest.raises(UserError, match=r"'<\|user\|>'"):
             run(user)
+
+
+def test_a_model_that_computes_no_numbers_has_no_scores(tiny_llama: Path, tmp_path: Path) -> None:
+    """lm-eval would choose answers by NaN, and score them."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(tiny_llama, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    suite, options = load_suite("smoke"), EvaluationConfig(str(folder), limit=2, device="cpu")
+    found = score({"model": str(folder)}, suite, options)["model"]
+    assert not found.scores and len(found.errors) == len(suite.benchmarks) > 2  # one of them is generated
+    assert all("not finite; --compute-dtype float32 may help" in error for error in found.errors.values())

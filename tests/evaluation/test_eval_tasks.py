@@ -12,7 +12,7 @@ import yaml
 
 from moh_llm.errors import UserError
 from moh_llm.evaluation.suite import SUITES, load_suite
-from moh_llm.evaluation.tasks import Loaded, load_tasks, read_splits, write_task_files
+from moh_llm.evaluation.tasks import Loaded, hash_definition, load_tasks, read_splits, write_task_files
 
 pytest.importorskip("lm_eval")
 
@@ -183,3 +183,15 @@ def test_unreadable_files_are_named(tmp_path: Path, text: bytes, message: str) -
     file.write_bytes(text)
     with pytest.raises(UserError, match=message):
         read_splits({"test": str(file)})
+
+
+def test_the_definition_of_a_benchmark_is_that_of_all_its_parts(own: Path) -> None:
+    suite = load_suite(str(own / "own.yaml"))
+    benchmark = dataclasses.replace(suite.benchmarks[0], definition="smoke/{part}/t.yaml", parts=["a", "b"])
+    hashes = set()
+    for line in ("task: t", "task: other"):
+        for part, text in {"a": "task: t", "b": line}.items():
+            (own / "smoke" / part).mkdir(exist_ok=True)
+            (own / "smoke" / part / "t.yaml").write_text(text)
+        hashes.add(hash_definition(suite, benchmark))
+    assert len(hashes) == 2

@@ -85,3 +85,8 @@ def test_without_a_text_the_built_in_one_is_read(paper_moh: Path) -> None:
 def test_a_model_without_heads_to_switch_off_is_refused(tiny_llama: Path) -> None:
     with pytest.raises(UserError, match="has no heads that can be off"):
         inspect_model(str(tiny_llama))
+
+
+def test_characters_of_several_tokens_are_whole(tiny_moh: Path) -> None:
+    text = "The café, 日本 and 😀 \ufffd are here."
+    assert "".join(piece for piece, _ in inspect_model(str(tiny_moh), text).text).endswith(text)

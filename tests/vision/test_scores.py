@@ -10,6 +10,7 @@ from tiny_images import ROUTED, SIZE, save_dit, save_vit, write_idx
 
 import moh_llm
 from moh_llm.cli import main
+from moh_llm.errors import UserError
 from moh_llm.evaluation.images import frechet_distance, paired, score_images
 from moh_llm.vision import load_model
 from moh_llm.vision.images import open_images
@@ -82,6 +83,9 @@ def test_errors_of_denoisers_are_loops_with_the_same_noise(tmp_path) -> None:
     whole = score_images(network, opened, [3, 1], size=2)
     assert all(np.allclose(found[name], whole[name], rtol=1e-4) for name in found)
     assert np.allclose(found["error"], np.mean([values for name, values in found.items() if name != "error"], 0))
+    torch.nn.init.constant_(network.proj_out_2.bias, torch.nan)
+    with pytest.raises(UserError, match="not finite; --compute-dtype float32 may help"):
+        score_images(network, opened, [3, 1], size=2)
 
 
 def test_samples_are_drawn_written_and_compared(tmp_path, monkeypatch, capsys) -> None:
