@@ -19,7 +19,15 @@ from moh_llm.modeling.head_plan_moh import FORMAT, HeadPlan
 from moh_llm.reading import expand_home, read_json
 from moh_llm.records.conversion import Base
 from moh_llm.records.identity import hash_weights
-from moh_llm.records.model import LICENCE_NAMES, check_place, is_image_model, making_model, read_config, read_weight_map
+from moh_llm.records.model import (
+    DESCRIPTION,
+    LICENCE_NAMES,
+    check_place,
+    is_image_model,
+    making_model,
+    read_config,
+    read_weight_map,
+)
 from moh_llm.records.tensors import check_tensors, is_routing_weight, matrix_dtype
 
 # model_type -> fields that the architecture implies without naming them in config.json.
@@ -49,8 +57,6 @@ _ONLY_LLAMA = {
     "qwen3": {"mlp_bias"},
     "mixtral": {"attention_bias", "mlp_bias"},
 }
-# Other files to copy: tokenizer, generation settings and licence.
-_KEPT_ENDINGS = (".json", ".txt", ".model", ".jinja")
 FORGOTTEN = {"model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"}
 # A config without these would silently describe a model of another size.
 _NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
@@ -141,9 +147,7 @@ def accompanying(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{CHAT_TEMPLATE_DIR}/*.jinja")) + sorted(
         file
         for file in folder.iterdir()
-        if file.is_file()
-        and (file.name.endswith(_KEPT_ENDINGS) or file.name.startswith((*LICENCE_NAMES, "README.md")))
-        and not file.name.endswith(".index.json")  # of weights
+        if file.is_file() and (file.name in DESCRIPTION or file.name.startswith((*LICENCE_NAMES, "README.md")))
     )
 
 

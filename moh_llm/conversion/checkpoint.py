@@ -21,16 +21,10 @@ from moh_llm.conversion.base import BaseCheckpoint, accompanying
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
-from moh_llm.records.conversion import CONVERSION, LINEAGE
-from moh_llm.records.model import TOKENIZERS, save_tensors, weight_names
-from moh_llm.records.seal import SEAL
+from moh_llm.records.model import CONFIG, TOKENIZERS, save_tensors, weight_names
 from moh_llm.records.tensors import EMBEDDING, HEAD, cast_weight
 
 REMOTE_CODE = sorted(Path(moh_llm.modeling.__file__).parent.glob("*_moh*.py"))  # the files that travel with a model
-# Tokenizer, generation settings and licence are copied. The card and the records are not: they describe the base.
-_REPLACED = {"config.json", CONVERSION, LINEAGE, SEAL, "README.md"}
-_REPLACED |= {"run.json", "evaluation.json", "report.json", "checkpoint.json"}
-
 _TABLES = (EMBEDDING, HEAD)  # embedding of the input, and of the output where that is another matrix
 _MULTIPLE = 64  # rows: kernels of matrix products are slower with other numbers
 _TOKENIZER_FILES = {*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja"}
@@ -81,7 +75,7 @@ def write_description(
         for file in REMOTE_CODE:
             shutil.copyfile(file, folder / file.name)
     for file in accompanying(base.folder):
-        if file.name not in _REPLACED:
+        if file.name not in (CONFIG, "README.md"):  # the card describes the base
             target = folder / file.relative_to(base.folder)
             target.parent.mkdir(exist_ok=True)  # for additional chat templates
             shutil.copyfile(file, target)

@@ -20,17 +20,26 @@ from moh_llm.evaluation.rendering import plain
 from moh_llm.files import scratch_folder, sha256, write_json
 from moh_llm.locking import lock_folder
 from moh_llm.reading import read_json
-from moh_llm.records.model import LICENCE_NAMES, is_image_model, read_config, read_index, read_weight_map, weight_names
-from moh_llm.records.seal import EDITABLE, SEAL
+from moh_llm.records.model import (
+    ADAPTER,
+    DESCRIPTION,
+    LICENCE_NAMES,
+    is_image_model,
+    read_config,
+    read_index,
+    read_weight_map,
+    weight_names,
+)
+from moh_llm.records.seal import SEAL
 
 CARD = "README.md"
 _RECORDS = ("conversion.json", "lineage.json", "run.json", "evaluation.json")
 _NEEDED = ("config.json", "tokenizer_config.json")  # of text; models of images have no tokenizer
-_PROCESSOR = "preprocessor_config.json"
-_VOCABULARIES = ("merges.txt", "tokenizer.json", "vocab.json", "vocab.txt")
-_NAMES = {*_RECORDS, *_NEEDED, *_VOCABULARIES, *EDITABLE, SEAL, _PROCESSOR}
-_NAMES |= {"added_tokens.json", "special_tokens_map.json", "tokenizer.model"}
+_VOCABULARIES = ("merges.txt", "tekken.json", "tokenizer.json", "vocab.json", "vocab.txt")
+_NAMES = {CARD, SEAL, *_RECORDS, *DESCRIPTION}
 _TEMPLATES = "additional_chat_templates"
+# Files of an earlier upload that would be read beside, or instead of, the new ones.
+REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py", f"{_TEMPLATES}/*.jinja", ADAPTER, *sorted(_NAMES)]
 # How to mend a file.
 _CONVERT, _MOVE = "convert or save the model again", "move it out of the folder"
 
@@ -132,7 +141,7 @@ def _check_code(folder: Path, of_images: bool) -> Iterator[str]:
         name, found = path.relative_to(folder).as_posix(), sha256(path)
         if found != own.get(name):
             yield f"{name}: has SHA-256 {found[:16]} and is not {version}; {_CONVERT}"
-    for name in (*_NEEDED, _PROCESSOR):
+    for name in (*_NEEDED, "preprocessor_config.json"):
         for wanted, reference in _auto_map(folder / name):
             if f"{reference.partition('.')[0]}.py" not in own:
                 yield f"{name}: auto_map names {reference} for {wanted}, which is not {version}; {_CONVERT}"

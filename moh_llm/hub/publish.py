@@ -11,7 +11,7 @@ from pathlib import Path
 from moh_llm.errors import UserError
 from moh_llm.files import check_links, write_text
 from moh_llm.hub.card import build_card, write_local_card
-from moh_llm.hub.checks import CARD, check_files, list_files, redact, upload_copy
+from moh_llm.hub.checks import CARD, REPLACED, check_files, list_files, redact, upload_copy
 from moh_llm.hub.config import PublishConfig
 from moh_llm.hub.lineage import Licence, Lineage, check_terms, find_licence, read_lineage
 from moh_llm.hub.proof import Proof, prove
@@ -22,8 +22,6 @@ from moh_llm.terminal import say
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.runs import check_converted
 
-# Files of an earlier upload that would be loaded beside, or instead of, the new ones.
-_REPLACED = ["*.safetensors", "*.safetensors.index.json", "*.py"]
 _RESUME = "run the same command again to resume"
 
 
@@ -225,7 +223,7 @@ def push(folder: Path, repo_id: str, token: str, private: bool = False, revision
         if revision:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         # Not `upload_folder`, which may make several commits.
-        stale = filter_repo_objects(api.list_repo_files(repo_id, revision=revision), allow_patterns=_REPLACED)
+        stale = filter_repo_objects(api.list_repo_files(repo_id, revision=revision), allow_patterns=REPLACED)
         operations = [CommitOperationAdd(name, folder / name) for name in names]
         operations += [CommitOperationDelete(name) for name in stale if name not in names]
         message = "Upload a Mixture-of-Head model"

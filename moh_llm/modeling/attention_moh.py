@@ -98,7 +98,7 @@ class MoHLlamaAttention(llama.LlamaAttention):
         # No shortcut in training: a process whose documents are all short would leave modules out.
         all_on = seen is None or (0 < seen.lead == query.shape[1] and not (has_gradient and self.training))
         is_one = not has_gradient and (all_on or (router.is_full and router.router_score == "quantized"))
-        if is_one and not router._forward_hooks:  # the scores are not needed
+        if is_one and not any(part._forward_hooks for part in router.modules()):  # the scores are not needed
             return None
         _, gate = router(hidden_states, query, all_on or seen.all_on, shard=shard)
         if all_on or is_one:

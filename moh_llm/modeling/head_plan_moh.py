@@ -34,8 +34,8 @@ class HeadPlan:
         router_type (`str`): `"query_norm"` scores a routed head by the l2 norm of its query and has no weights.
             `"linear"` scores it by a linear map with bias of the layer's input. `"threshold"` uses the same map and
             selects the heads whose score is above zero; `num_active_heads` is then the mean over the text that the
-            router was fitted on. `"two_stage"` is Eq. 5 and 6 of the paper. `"none"` selects no head: only shared heads
-            are on.
+            router was fitted on. `"two_stage"` is Eq. 5 and 6 of the paper, without local
+            fallbacks. `"none"` selects no head: only shared heads are on.
         router_score (`str`): `"quantized"` multiplies a selected head by exactly 1 and passes the gradient straight
             through to the score (Eq. 9 and 10); `"weighted"` multiplies by the score.
             `"normalized"` is the form of the authors' code, for `"two_stage"`: routed scores are divided by their sum
@@ -123,9 +123,8 @@ class HeadPlan:
     def _rules(self) -> Iterator[tuple[bool, str]]:
         """Yield for each rule whether it holds, and its text. Later rules rely on earlier ones."""
         layers, size = self.num_hidden_layers, self.heads_per_group
-        rule = f"moh_format={self.moh_format}: this code reads formats up to {FORMAT}; load the model with "
-        rule += "trust_remote_code=True, by the code beside it, or update moh-llm"
-        yield 1 <= self.moh_format <= FORMAT, rule
+        rule = f"moh_format={self.moh_format}: this code reads formats up to {FORMAT}; load the model by the code"
+        yield 1 <= self.moh_format <= FORMAT, f"{rule} beside it, with trust_remote_code=True, or update moh-llm"
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             yield value in choices, f"{name}={value!r} must be one of {', '.join(choices)}"
@@ -134,6 +133,7 @@ class HeadPlan:
         yield is_quantized, f"{fallback} needs router_score='quantized': a gate of 0 or 1"
         is_kept = self.router_score != "normalized" or self.router_type == "two_stage"
         yield is_kept, f"router_score='normalized' needs router_type='two_stage', not {self.router_type!r}"
+        yield self.router_type != "two_stage" or not is_local, f"{fallback} needs another router than two_stage"
         yield self.never_on_heads is None or is_local, "never_on_heads needs head_fallback='local'"
         for name in ("num_shared_heads", "num_active_heads", "shared_heads", "never_on_heads"):
             count = len(self._per_layer(name))

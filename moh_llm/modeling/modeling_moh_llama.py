@@ -73,9 +73,7 @@ class MoHLlamaPreTrainedModel(RoutedModel, LlamaPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, MixtralTopKRouter):
-            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-        if isinstance(module, MixtralExperts):
+        if isinstance(module, (MixtralTopKRouter, MixtralExperts)):
             for weight in module.parameters():
                 init.normal_(weight, mean=0.0, std=self.config.initializer_range)
         if isinstance(module, MoHLocalFallback):
@@ -99,9 +97,8 @@ class MoHLlamaPreTrainedModel(RoutedModel, LlamaPreTrainedModel):
         """
         if kind not in GATE_GRADIENTS:
             raise ValueError(f"gate_gradient={kind!r} must be one of {', '.join(GATE_GRADIENTS)}")
-        for module in self.modules():
-            if isinstance(module, MoHLlamaAttention):
-                module.gate_gradient = kind
+        for layer in getattr(self, self.base_model_prefix, self).layers:
+            layer.self_attn.gate_gradient = kind
 
 
 class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
@@ -129,6 +126,10 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         **kwargs,
     ) -> BaseModelOutputWithPast | tuple:
         """Hidden states `[B, T, C]`, given the arguments of `LlamaModel`."""
+        if kwargs.get("output_router_logits") and self.training and self.gradient_checkpointing:
+            how = self._gradient_checkpointing_func.keywords
+            if torch.is_grad_enabled() and how.get("use_reentrant", True):
+                raise ValueError("router logits need gradient checkpointing with use_reentrant=False, for a gradient")
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         given = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
         if inputs is not None and kwargs.get("seen") is None:
@@ -205,9 +206,8 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         their predicted tokens. `loss` is then cross-entropy + `head_balance_coef` * `aux_loss` (Eq. 8) + the experts'
         term. With `num_items_in_batch`, the predicted tokens of one step, `loss` is this pass's part of the step's.
         """
-        if output_router_logits is None:
-            output_router_logits = self.config.output_router_logits
-        asked = {"output_router_logits": output_router_logits, "output_expert_logits": output_router_logits}
+        asked_for = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        asked = {"output_router_logits": asked_for, "output_expert_logits": asked_for}
         given = {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache}
         outputs = self.model(input_ids, attention_mask, position_ids, **given, **asked, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -216,7 +216,7 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         loss = aux_loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        if output_router_logits:
+        if asked_for:
             top_k = [router.top_k for router in self.routers]
             predicted = None if labels is None else predicted_tokens(labels, **kwargs)
             balanced = () if self.config.router_type == "threshold" else outputs.router_logits

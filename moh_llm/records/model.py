@@ -14,6 +14,10 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 ADAPTER = "adapter_config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+# What is read beside the weights. Other files of a folder are neither copied nor published.
+DESCRIPTION = {CONFIG, *TOKENIZERS, "merges.txt", "vocab.txt", "tekken.json", "added_tokens.json"}
+DESCRIPTION |= {"special_tokens_map.json", "chat_template.jinja", "chat_template.json"}
+DESCRIPTION |= {"generation_config.json", "preprocessor_config.json"}
 # Names of the texts that accompany the weights begin with one of these.
 LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 

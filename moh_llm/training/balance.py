@@ -53,7 +53,7 @@ class HeadBalanceMixin:
             if torch.is_grad_enabled():
                 mask, logits = named.get("attention_mask"), outputs.router_logits
                 heads = logits[0].new_zeros(())
-                if config.router_type != "threshold":
+                if config.router_type != "threshold" and any(router.is_trained for router in module.routers):
                     top_k, score = [router.top_k for router in module.routers], config.router_score
                     heads = load_balancing_loss(logits, top_k, mask, router_score=score)
                 experts = expert_balancing_loss(outputs.expert_logits, config, mask)

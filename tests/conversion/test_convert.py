@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from moh_llm.cli import main
 from moh_llm.conversion.checkpoint import REMOTE_CODE
+from moh_llm.hub.checks import list_files
 from moh_llm.modeling import MoHLlamaForCausalLM
 
 INDEX = "model.safetensors.index.json"
@@ -168,7 +169,7 @@ def test_files_that_travel(make_llama, convert, tmp_path):
     (base / "additional_chat_templates").mkdir()
     (base / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 'tools' }}")
     (base / "training_args.bin").write_bytes(b"pickle")
-    of_the_base = ("run.json", "evaluation.json", "report.json", "checkpoint.json")
+    of_the_base = ("run.json", "evaluation.json", "report.json", "trainer_state.json", "requirements.txt")
     for name in of_the_base:
         (base / name).write_text("{}")
     assert convert(base, tmp_path / "moh") == 0
@@ -176,7 +177,7 @@ def test_files_that_travel(make_llama, convert, tmp_path):
     assert {"tokenizer.json", "generation_config.json", "LICENSE.txt"} <= names
     code = {file.name for file in REMOTE_CODE}
     assert {name for name in names if name.endswith(".py")} == code
-    assert names.isdisjoint({"training_args.bin", *of_the_base})
+    assert names.isdisjoint({"training_args.bin", *of_the_base}) and not list_files(tmp_path / "moh")[1]
     templates = AutoTokenizer.from_pretrained(tmp_path / "moh").chat_template
     assert templates == {"default": "{{ 'plain' }}", "tool_use": "{{ 'tools' }}"}
     # transformers 5.2 loads the files that the modelling file itself imports, not what those import.

@@ -15,10 +15,13 @@ def _content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_weights_and_code_of_an_earlier_upload_are_deleted_and_other_files_stay(folder, fake_hub, token):
+def test_what_would_be_read_of_an_earlier_upload_is_deleted_and_other_files_stay(folder, fake_hub, token):
     assert push(folder, "org/moh", token) == (f"{fake_hub.url}/org/moh", "1" * 40)
     held = fake_hub.branches["org/moh"]["main"]
     held |= {"model.safetensors": b"old", "old_code.py": b"old", "picture.png": b"a picture", "config.json": b"old"}
+    read = "adapter_config.json", "chat_template.jinja", "run.json", "evaluation.json", "tekken.json"
+    held |= dict.fromkeys((*read, "additional_chat_templates/rag.jinja"), b"old")
+    assert not {*read} & {*_content(folder)}
     push(folder, "org/moh", token)
     assert {name: held[name] for name in _content(folder)} == _content(folder)
     assert set(held) == {*_content(folder), ".gitattributes", "picture.png"}

@@ -71,6 +71,7 @@ GROUPED = {"routing_granularity": "kv_group"}
         ({"head_fallback": "value", "router_score": "weighted"}, "head_fallback=.value. needs router_score"),
         ({"router_score": "normalized"}, "router_score='normalized' needs router_type='two_stage', not 'query_norm'"),
         ({"router_type": "two_stage", "num_shared_heads": 0}, "needs at least one shared and one routed head"),
+        ({"router_type": "two_stage", "head_fallback": "local"}, "needs another router than two_stage"),
     ],
 )
 def test_impossible_plans_are_refused(fields, message):

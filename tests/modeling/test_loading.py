@@ -59,6 +59,9 @@ def test_the_budget_of_heads_is_of_routers_that_an_adapter_trains(make_pair, ids
     adapted.eval()
     torch.testing.assert_close(adapted(ids).logits, whole)
     assert torch.equal(heads_on(moh, ids), on)
+    with torch.no_grad():  # a wrapped router is asked, too, where its scores do not decide
+        few = adapted(ids[:, :2], output_router_logits=True).router_logits
+    assert [logits.shape[1] for logits in few] == [2] * len(moh.routers)
     with adapted.all_heads_active():
         torch.testing.assert_close(adapted(ids).logits, found)
     adapted(input_ids=ids, labels=ids).loss.backward()

@@ -78,3 +78,15 @@ def test_accumulation_does_not_change_a_step(converted, tmp_path):
         assert split_log["grad_norm"] == pytest.approx(log["grad_norm"], rel=1e-4)
         for name, weight in weights.items():
             torch.testing.assert_close(split_weights[name], weight, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_router_logits_keep_their_gradient_under_checkpointing(converted):
+    model = MoHLlamaForCausalLM.from_pretrained(converted).train()
+    ids = torch.randint(1, 200, (2, 20), generator=torch.Generator().manual_seed(0))
+    for kwargs in (None, {"use_reentrant": False}):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        assert model(ids, labels=ids, output_router_logits=True).aux_loss.requires_grad
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    assert model(ids, labels=ids).loss.requires_grad
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        model(ids, labels=ids, output_router_logits=True)

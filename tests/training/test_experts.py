@@ -118,3 +118,18 @@ def test_the_mixin_gives_other_trainers_the_loss_of_the_model(configure_experts,
         found = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
         torch.testing.assert_close(found, model(ids, labels=ids, output_router_logits=True).loss)
         assert found > model(ids, labels=ids).loss + COEFFICIENT
+
+
+def test_frozen_routers_add_nothing_to_a_loss(make_llama, convert, tmp_path):
+    assert convert(make_llama(), tmp_path / "moh", "--fallback", "value", "--keys", "0.7", "--heldout-tokens", "0") == 0
+    model = MoHLlamaForCausalLM.from_pretrained(tmp_path / "moh").train()
+    assert model.config.router_type == "linear"
+    trainer = type("Balanced", (HeadBalanceMixin, Trainer), {})(
+        model, TrainingArguments(tmp_path / "run", report_to=[], use_cpu=True)
+    )
+    ids = torch.randint(1, 257, (3, 20), generator=torch.Generator().manual_seed(0))
+    plain = model(ids, labels=ids).loss
+    assert trainer.compute_loss(model, {"input_ids": ids, "labels": ids}) > plain + 1e-4
+    for router in model.routers:
+        router.requires_grad_(False)
+    torch.testing.assert_close(trainer.compute_loss(model, {"input_ids": ids, "labels": ids}), plain)
