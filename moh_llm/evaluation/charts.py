@@ -90,14 +90,14 @@ class Chart:
         with matplotlib.style.context(["default", _STYLE | {"svg.hashsalt": self.name}]):
             figure = Figure(figsize=(_WIDTH, 2.9), layout="constrained")
             self._draw(figure, figure.subplots())
-            figure.suptitle(title)
+            figure.suptitle(title, wrap=True)
             figure.savefig(written, **options)
         return written.getvalue()
 
     @property
     def png(self) -> bytes:
         """The picture on white, with its title."""
-        return self._save(_label(self.title, 60), format="png", dpi=160, facecolor="white")
+        return self._save(_label(self.title, 150), format="png", dpi=160, facecolor="white")
 
     @property
     def svg(self) -> Markup:
