@@ -144,7 +144,7 @@ def answer(
 
 
 def print_table(found: dict[str, dict[str, dict[str, float]]], tasks: Sequence[str]) -> None:
-    """A row for each way, in Markdown."""
+    """A row for each way, in Markdown, and presses beside the model whose bytes they have, prompt by prompt."""
     keys = {task: [key for key in found if key.rpartition(" ")[0] == task] for task in tasks}
     ways = list(next(iter(found.values())))
     strata = {way: {task: [[found[key][way]["solved"] for key in keys[task]]] for task in tasks} for way in ways}
@@ -171,6 +171,9 @@ def print_table(found: dict[str, dict[str, dict[str, float]]], tasks: Sequence[s
             seconds = np.nanmedian([row["base"][name] for row in found.values()])
             cells.append(f"{seconds:.3f} s" if way == "base" else f"{middle:.3f} ({low:.3f} to {high:.3f})")
         print(f"| {' | '.join(cells)} |")
+    for way, model in ((way, model) for way in ways for model in ways if f"bytes of {model}" in way):
+        gains = [row[model]["solved"] - row[way]["solved"] for row in found.values()]
+        print(f"{way}: {gains.count(1)} prompts are solved by that model alone, {gains.count(-1)} by this way alone")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def test_all_ways_answer_the_prompts_and_a_run_goes_on(folders, tmp_path, monkey
 
 
 def test_the_table_has_shares_of_the_base_and_times_over_its(capsys):
-    solved = {"base": [1, 1, 1, 1, 0], "moh": [1, 1, 1, 0, 0]}
+    solved = {"base": [1, 1, 1, 1, 0], "moh": [1, 1, 1, 0, 0], "Last, bytes of moh": [1, 0, 0, 1, 0]}
     found = {
         f"single_2 {n}": {
             way: {"solved": own[n], "read_s": (2 if way == "base" else 3) * (n + 1), "step_s": 0.5, "bytes": 3 << 19}
@@ -105,6 +105,7 @@ def test_the_table_has_shares_of_the_base_and_times_over_its(capsys):
         for n in range(5)
     }
     print_table(found, ["single_2"])
-    *_, base, moh = capsys.readouterr().out.splitlines()
+    *_, base, moh, _, pair = capsys.readouterr().out.splitlines()
+    assert pair == "Last, bytes of moh: 2 prompts are solved by that model alone, 1 by this way alone"
     assert base == "| base | 80.0 | 80.0 | 100 |  | 1.50 | 6.000 s | 0.500 s |"
     assert moh.startswith("| moh | 60.0 | 60.0 | 75.0 (") and " | -20.0 ± 20.0 | 1.50 | 1.500 (1.500 to 1.500) |" in moh
