@@ -1,13 +1,13 @@
 """Tables and pictures of docs/results from their records, and a small part of the figures measured again.
 
-    make results PAGE=speed          # writes a page's table and picture (SVG; PNG, which git ignores), prints commands
+    make results PAGE=speed          # writes a page's table and picture, and prints the commands that measured it
     make results                     # writes those of all pages
     make results-check BASE=DIR ...  # measures what all records have to check, and compares
 
-`docs/results/data/PAGE.json` is a page's record. `path` names the page where it is not docs/results/PAGE.md. `blocks`
-takes the place of `table` where a page has several: tables, and `lines` of text. In these and in `picture`,
-{SECTION/TABLE/ROW/COLUMN} stands for a cell of `sections`, {PAGE:SECTION/...} for one of another record. `check` has
-runs with these keys:
+The picture is SVG, and PNG, which git ignores. `docs/results/data/PAGE.json` is a page's record. `path` names the page
+where it is not docs/results/PAGE.md. `blocks` takes the place of `table` where a page has several: tables, and `lines`
+of text. In these and in `picture`, {SECTION/TABLE/ROW/COLUMN} stands for a cell of `sections`, {PAGE:SECTION/...} for
+one of another record. `check` has runs with these keys:
 
 - needs: variables that the commands read. BASE is the SmolLM2-135M of the quick start, STORIES stories260K, CORPORA a
   folder per source (data_mixtures/paper_local.yaml), BENCHMARKS data of benchmarks (evaluate --data-dir), VISION what

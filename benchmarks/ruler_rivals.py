@@ -61,6 +61,9 @@ def run(args: argparse.Namespace) -> None:
     device, dtype, computed = device_and_dtype(args)
     if strange := {*args.bytes_of} - {*args.models}:
         raise UserError(f"--bytes-of {' '.join(sorted(strange))}: not one of --models")
+    labels = ["base", *(Path(name).name for name in args.models)]
+    if len({*labels}) < len(labels):
+        raise UserError(f"rows are named after folders, and two are called the same: {', '.join(labels)}; rename one")
     presses = {name: press_of(name) for name in (*args.presses, *args.query_aware)}
     base, models = load_models(args.base, [*args.models, *filter(None, [args.pressed])], device, dtype)
     pressed = {"base": base} | ({Path(args.pressed).name: models.pop(args.pressed)} if args.pressed else {})

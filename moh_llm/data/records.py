@@ -105,7 +105,7 @@ def _rows(file: IO[bytes], source: Source) -> Iterator[Any]:
         raise ValueError(f"no column {' or '.join(fields)} in {', '.join(names)[:200]}; see text_field and type")
     for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
         for row in range(batch.num_rows):
-            # A column of categories has all of them, whatever its rows: each row gets its own.
+            # A slice of a dictionary-encoded column has the bytes of the whole dictionary; a decoded row has its own.
             one = (array.slice(row, 1) for array in batch.columns)
             own = [array.dictionary_decode() if hasattr(array, "dictionary_decode") else array for array in one]
             yield RecordBatch.from_arrays(own, batch.schema.names)

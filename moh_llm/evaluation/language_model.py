@@ -14,7 +14,7 @@ from moh_llm.errors import UserError
 from moh_llm.evaluation.processes import BenchmarkError, Team
 
 T = TypeVar("T")
-# Tasks would choose an answer all the same.
+# lm-eval would choose answers all the same, and score them.
 NOT_FINITE = "the model computes values that are not finite; --compute-dtype float32 may help"
 
 

@@ -127,7 +127,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
     ) -> BaseModelOutputWithPast | tuple:
         """Hidden states `[B, T, C]`, given the arguments of `LlamaModel`."""
         if kwargs.get("output_router_logits") and self.training and self.gradient_checkpointing:
-            how = self._gradient_checkpointing_func.keywords
+            how = getattr(self._gradient_checkpointing_func, "keywords", {})  # others are reentrant, as DeepSpeed's
             if torch.is_grad_enabled() and how.get("use_reentrant", True):
                 raise ValueError("router logits need gradient checkpointing with use_reentrant=False, for a gradient")
         inputs = input_ids if inputs_embeds is None else inputs_embeds

@@ -14,7 +14,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 ADAPTER = "adapter_config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-# What is read beside the weights. Other files of a folder are neither copied nor published.
+# Files that are read beside the weights. Conversion copies these and licences, and no other file of a base.
 DESCRIPTION = {CONFIG, *TOKENIZERS, "merges.txt", "vocab.txt", "tekken.json", "added_tokens.json"}
 DESCRIPTION |= {"special_tokens_map.json", "chat_template.jinja", "chat_template.json"}
 DESCRIPTION |= {"generation_config.json", "preprocessor_config.json"}

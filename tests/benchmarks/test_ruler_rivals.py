@@ -93,6 +93,8 @@ def test_all_ways_answer_the_prompts_and_a_run_goes_on(folders, tmp_path, monkey
     assert "2 prompts of single_2" in (said := capsys.readouterr().out) and f"| {ways[3]} |" in said
     monkeypatch.setattr(sys, "argv", [*words, "2", "--length", "8192"])
     assert ruler_rivals.main() == 1 and "length" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*words, "2", "--models", str(moh), str(tmp_path / moh.name)])
+    assert ruler_rivals.main() == 1 and "two are called the same" in capsys.readouterr().err
 
 
 def test_the_table_has_shares_of_the_base_and_times_over_its(capsys):
