@@ -7,7 +7,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from moh_llm.errors import UserError
 from moh_llm.options import Names, Place, options
 
-Attention = Literal["sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 GateGradient = Literal["exact", "sampled", "none"]
 # What Accelerate knows. Importing it takes seconds, so the names stand here; a test compares them.
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
@@ -196,10 +195,6 @@ class TrainConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. It saves memory and takes about a third more time."""
 
-    attn_implementation: Attention = "sdpa"
-    """Attention where all heads are on. All but `sdpa` need a CUDA device. Layers with heads off choose their attention
-    by the device; `moh-llm doctor` says which."""
-
     gate_gradient: GateGradient = "exact"
     """What routers learn from: the head less its fallback, for all tokens, a sample or none. `exact`: both are computed
     for every token. `sampled`: of the heads that are off one in 16 is computed and counts 16 times. `none`: routers
@@ -259,7 +254,7 @@ class TrainConfig:
 # Options and groups that a resumed run may change. `model`, `base` and the mixture are places: the record has hashes of
 # what they name, and those are compared.
 _PLACES = {"model", "output_dir", "base", "hub", "data.mixture"}
-_HARMLESS = {"gradient_checkpointing", "checkpoint", "report_to", "attn_implementation", "evaluation.eval_steps"}
+_HARMLESS = {"gradient_checkpointing", "checkpoint", "report_to", "evaluation.eval_steps"}
 
 
 def changed_options(

@@ -45,7 +45,7 @@ from moh_llm.vision.prediction import TIMESTEPS, add_noise, denoising_loss, is_d
 HELD_OUT = 1024  # images that are scored in a run
 _AVERAGE = "average."  # before the names of averaged weights
 # Options that have no meaning for images.
-_OF_TEXT = ("attn_implementation", "gate_gradient", "gradient_checkpointing", "lora", "data.mixture")
+_OF_TEXT = ("gate_gradient", "gradient_checkpointing", "lora", "data.mixture")
 _OF_TEXT += ("data.sequence_length", "objective.keys", "evaluation.max_tokens")
 
 

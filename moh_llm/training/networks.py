@@ -78,7 +78,6 @@ def make_student(config: TrainConfig, empty: bool = False) -> torch.nn.Module:
     With ``empty`` the weights of ``config.model`` stay on the meta device; adapters are initialised.
     """
     network = load_network(Path(config.model), torch.float32, empty=empty)
-    network.set_attn_implementation(config.attn_implementation)
     network.set_gate_gradient(config.gate_gradient)
     if config.gradient_checkpointing:
         # The re-entrant kind would lose the gradient of the load-balance loss.

@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from moh_llm.attention import choose_for
 from moh_llm.data.mixture import EMBEDDED, load_mixture
@@ -38,7 +37,6 @@ from moh_llm.training.runs import RUN_RECORD, check_converted, read_run
 
 _GIB = 1 << 30
 _NAMES: dict[torch.dtype, Literal["no", "bf16"]] = {torch.float32: "no", torch.bfloat16: "bf16"}
-FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
 
 def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
@@ -68,7 +66,6 @@ def read_model_config(config: TrainConfig) -> MoHLlamaConfig:
             f"it equals its base there, and learns nothing; set data.sequence_length above {all_on} (see "
             f"recipes/smollm2_long.yaml), or convert with --context {max(length, 512)}"
         )
-    check_attention(config, choose_device())
     return model
 
 
@@ -85,23 +82,6 @@ def check_model(config: TrainConfig, divided: bool) -> str | None:
         what = "feed-forward experts, which zero3 and fsdp2 cannot divide; take ddp, zero2 or one process"
         raise UserError(f"model={config.model} has {what}")
     return check_positions(config, model)
-
-
-def check_attention(config: TrainConfig, device: torch.device) -> None:
-    """Raise UserError where ``attn_implementation`` cannot train on the device, or with other options of the recipe."""
-    name = config.attn_implementation
-    what = f"attn_implementation={name}"
-    if name != "sdpa" and device.type != "cuda":
-        raise UserError(f"{what} needs a CUDA device; set it to sdpa")
-    if name not in FLASH:
-        return
-    if not FLASH[name]():
-        raise UserError(f"{what} is not installed; install its package or set it to sdpa")
-    if config.mixed_precision != "bf16":
-        raise UserError(f"{what} computes in bfloat16; set mixed_precision to bf16")
-    # transformers tells documents apart in batches of one row only; in others they would see each other.
-    if config.data.micro_batch_size > 1:
-        raise UserError(f"{what} keeps documents apart in batches of one sequence only; set data.micro_batch_size to 1")
 
 
 def check_positions(config: TrainConfig, model: MoHLlamaConfig) -> str | None:

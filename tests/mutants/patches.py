@@ -81,8 +81,8 @@ PATCHES = (
     Patch(
         "the student has no fallbacks",
         "moh_llm/training/networks.py",
-        "    network.set_attn_implementation(config.attn_implementation)\n",
-        "    network.set_attn_implementation(config.attn_implementation)\n"
+        "    network.set_gate_gradient(config.gate_gradient)\n",
+        "    network.set_gate_gradient(config.gate_gradient)\n"
         "    [setattr(layer.self_attn, 'fallback', None) for layer in network.model.layers]\n",
         (FALLBACKS,),
     ),

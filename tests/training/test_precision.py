@@ -12,7 +12,6 @@ from ways import WAYS
 from moh_llm import devices
 from moh_llm.devices import COMPUTE_DTYPE
 from moh_llm.errors import UserError
-from moh_llm.training import preflight
 from moh_llm.training.loop import train
 from moh_llm.training.preflight import decide_precision
 
@@ -34,26 +33,6 @@ def test_a_dtype_that_training_has_not_is_refused(configure, monkeypatch) -> Non
     monkeypatch.setenv(COMPUTE_DTYPE, "float16")
     with pytest.raises(UserError, match="MOH_LLM_COMPUTE_DTYPE=float16: training computes in bfloat16 or float32"):
         train(configure(mixed_precision="auto"))
-
-
-CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-LACKS = [
-    ("flash_attention_2", CPU, {}, "needs a CUDA device"),
-    ("flash_attention_3", CUDA, {}, "is not installed; install its package"),
-    ("flash_attention_2", CUDA, {"mixed_precision": "no"}, "computes in bfloat16; set mixed_precision to bf16"),
-    ("flash_attention_2", CUDA, {"data.micro_batch_size": 2}, "one sequence only; set data.micro_batch_size to 1"),
-]
-
-
-@pytest.mark.parametrize(("name", "device", "keys", "message"), LACKS)
-def test_attention_that_cannot_be_had_is_refused(configure, monkeypatch, name, device, keys, message) -> None:
-    monkeypatch.setitem(preflight.FLASH, "flash_attention_2", lambda: True)
-    monkeypatch.setitem(preflight.FLASH, "flash_attention_3", lambda: False)
-    recipe = {"mixed_precision": "bf16", "data.micro_batch_size": 1}
-    for allowed in ("sdpa", "flash_attention_2"):
-        preflight.check_attention(configure(attn_implementation=allowed, **recipe), CUDA)
-    with pytest.raises(UserError, match=f"attn_implementation={name} .*{message}"):
-        preflight.check_attention(configure(attn_implementation=name, **recipe | keys), device)
 
 
 def test_a_resumed_run_keeps_its_precision(recipe, tmp_path, monkeypatch) -> None:
