@@ -83,6 +83,7 @@ class RunRecord(Record):
         status: ``finished`` only when ``model_files`` were read back from disk.
         config: the recipe.
         model: the model that the run began with.
+        tracked_as: name of the run's curves in W&B and trackio, which no other run has.
         data: what identifies the tokens; ``mixture``: the name of their mixture; ``tokens_in``: their folder.
         reference: the model that the run is compared with, if any.
         seconds: how long a finished run trained.
@@ -99,6 +100,7 @@ class RunRecord(Record):
     status: Literal["new", "running", "finished"]
     config: dict[str, Any]
     model: ModelMark
+    tracked_as: str | None = None
     data: dict[str, Any] | None = None
     mixture: str | None = None
     reference: ReferenceKind | None = None

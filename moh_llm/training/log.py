@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -145,11 +144,10 @@ def check_trackers(names: tuple[str, ...]) -> None:
             raise UserError(f"report_to: {name} needs the package {name}: pip install {name}, or take it off the list")
 
 
-def start_trackers(accelerator: Accelerator, config: TrainConfig, done: int) -> None:
-    """Open the recipe's trackers, to go on after ``done`` steps."""
+def start_trackers(accelerator: Accelerator, config: TrainConfig, done: int, name: str) -> None:
+    """Open the recipe's trackers, to go on after ``done`` steps in the curves of ``name``."""
     if not config.report_to:
         return
-    name = Path(config.output_dir).resolve().name
     settings: dict[str, dict[str, Any]] = {
         # What was written of steps that are made again is hidden.
         "tensorboard": {"purge_step": done + 1 if done else None},

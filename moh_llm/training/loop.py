@@ -185,7 +185,7 @@ class Training:
         )
         for line in run.trim_log(self.done if found else -1):
             self.dropped = self.dropped + 1 if line.dropped else 0
-        start_trackers(accelerator, config, self.done)
+        start_trackers(accelerator, config, self.done, run.record.tracked_as or run.folder.name)
         self.say(
             f"{nets.counts['trained']:,} of {nets.counts['total']:,} weights are trained on "
             f"{accelerator.num_processes} x {accelerator.device.type} in {run.record.compute_dtype}"

@@ -10,6 +10,8 @@ OUTPUT/run.json      recipe, model, data, versions; when finished also tokens, s
 
 import json
 import platform
+import re
+import secrets
 import shutil
 from dataclasses import asdict
 from importlib.metadata import version
@@ -76,7 +78,10 @@ class Run:
         mark = mark or mark_model(config)
         if overwrite:  # `--model RUN/model --output-dir RUN` would remove the model before it is read
             check_holds_none(self.folder, [config.model])
-        record = read_run(config, overwrite) or RunRecord(status="new", config={}, model=mark)
+        record = read_run(config, overwrite)
+        if record is None:
+            name = re.sub(r"[^\w.-]", "-", self.folder.resolve().name)[:64]  # W&B refuses other characters
+            record = RunRecord(status="new", config={}, model=mark, tracked_as=f"{name}-{secrets.token_hex(4)}")
         if record.model != mark:
             _refuse(self.folder, ["model (other config, tokenizer or weights)"])
         record.config = _as_json(config)

@@ -1,9 +1,12 @@
 """Lines of the log, the progress line, and curves in TensorBoard."""
 
+import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from trained import read_log, unfinish
 
@@ -85,3 +88,19 @@ def test_unknown_and_missing_trackers_are_refused_before_anything_is_written(con
     with pytest.raises(UserError, match="report_to: wandb needs the package wandb: pip install wandb"):
         loop.train(config)
     assert not Path(config.output_dir).exists()
+
+
+def test_curves_of_another_run_of_the_same_folder_name_are_left_alone(configure, tmp_path, monkeypatch) -> None:
+    opened = []
+    monkeypatch.setattr(log_module, "check_trackers", lambda names: None)
+    monkeypatch.setattr(loop, "check_trackers", lambda names: None)
+    monkeypatch.setattr(Accelerator, "init_trackers", lambda self, project, recipe, settings: opened.append(settings))
+    one = configure(report_to=["wandb", "trackio"], output_dir=str(tmp_path / "a" / "run #1"), max_steps=2)
+    loop.train(one)
+    unfinish(tmp_path / "a" / "run #1", 1)
+    loop.train(one)  # resumed
+    loop.train(one, overwrite=True)
+    loop.train(replace(one, output_dir=str(tmp_path / "b" / "run #1")))
+    ids = [settings["wandb"]["id"] for settings in opened]
+    assert ids == [settings["trackio"]["name"] for settings in opened] and ids[0] == ids[1] and len({*ids}) == 3
+    assert all(re.fullmatch(r"run--1-[0-9a-f]{8}", name) for name in ids)
