@@ -83,7 +83,8 @@ class _Document(NamedTuple):
 def _documents(seen: Seen, length: int) -> tuple[list[_Document], Tensor | None]:
     """Documents of more than one token, and the queries that see only their own key, `[B or 1, T]`."""
     if seen.is_causal:
-        return [_Document(slice(None), 0, seen.lead, length, 0)], None
+        lead = 0 if seen.all_on is None else int(seen.all_on[0].sum())  # `seen.lead` is not counted for one query
+        return [_Document(slice(None), 0, lead, length, 0)], None
     starts, last = seen.start[..., 0], seen.last[..., 0]
     leads = torch.zeros_like(starts) if seen.all_on is None else seen.all_on.expand(len(starts), -1).long()
     changes = pad(starts.diff(dim=-1) != 0, (1, 1), value=True)

@@ -90,7 +90,7 @@ def seen_of(
     sink_end = torch.minimum(start + sinks, last + 1)
     hidden = near - start - sinks if window else torch.zeros_like(start)
     all_on = (last - start < max(local_start, window + sinks if window else 0))[..., 0]
-    lead = int(all_on.all(0).int().cumprod(0).sum())
+    lead = int(all_on.all(0).int().cumprod(0).sum()) if queries > 1 else 0  # as `Seen.from_positions`
     is_causal = all(len(row) == 1 for row in rows) and queries == keys
     return Seen(last, start, near, sink_end, hidden, window, sinks, all_on, lead, is_causal)
 

@@ -11,6 +11,7 @@ from tests.attention.naive import first_of, naive_attention, seen_of
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 LAYOUTS = {
+    "one token": ([[1], [1]], None),
     "one text": ([[41], [41]], None),
     "packed": ([[9, 1, 4, 27], [20, 21]], None),
     "padding on the left": ([[-11, 30], [41], [-40, 1]], None),
@@ -109,7 +110,7 @@ def test_any_heads_may_never_be_on(trained) -> None:
 
 @pytest.mark.parametrize("window", [(6, 2, 0), (5, 1, 14), (0, 0, 0)])
 @pytest.mark.parametrize(("always", "never"), [((), ()), ((0,), (2, 5)), ((0, 1, 2, 3), (4, 5)), (range(6), ())])
-@pytest.mark.parametrize("layout", ["one text", "packed", "padding on the left"])
+@pytest.mark.parametrize("layout", ["one token", "one text", "packed", "padding on the left"])
 def test_gradients_are_the_loops(layout, always, never, window) -> None:
     seen = seen_of(LAYOUTS[layout][0], None, *window)._replace(scratch={})
     *states, first, distant = given(seen, heads=6, kv=2, dtype=torch.float64, distant=window[0] > 0)
@@ -122,7 +123,7 @@ def test_gradients_are_the_loops(layout, always, never, window) -> None:
         leaves = [tensor.clone().requires_grad_() for tensor in (*states, *(distant or ()))]
         out = attention(seen, *leaves[:3], first, distant and tuple(leaves[3:]), kinds=(tuple(always), tuple(never)))
         out.backward(wanted)
-        found.append([out, *(torch.zeros(()) if leaf.grad is None else leaf.grad for leaf in leaves)])
+        found.append([out, *(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)])
     for own, expected in zip(*found, strict=True):
         torch.testing.assert_close(own, expected.expand(own.shape), rtol=1e-10, atol=1e-10)
 
