@@ -19,8 +19,7 @@ from .interval_attention_moh import Distant, interval_attention
 from .routing_moh import HeadShard, IndexedModule, MoHLinear, MoHRouter
 from .seen_moh import Seen, keeps_keys
 
-GATE_GRADIENTS = ("exact", "sampled", "none")
-_SAMPLED = 1 / 16  # share of the heads that are off whose gradient is sampled
+GATE_GRADIENTS = ("exact", "none")
 
 
 class MoHLlamaAttention(llama.LlamaAttention):
@@ -138,13 +137,9 @@ class MoHLlamaAttention(llama.LlamaAttention):
         if self.gate_gradient == "none" or not (gate.requires_grad and self.router.is_trained):
             return out
         with torch.no_grad():
-            share = 1.0 if self.gate_gradient == "exact" else _SAMPLED
-            compared = ~on[..., 0]
-            if share < 1:
-                compared &= torch.rand(gate.shape, device=gate.device) < share
-            other = attend(first=seen.first(compared))  # H where heads are compared, else S
-            other = other if is_local else torch.where(compared.unsqueeze(-1), other, value)
-            difference = (out - other) * torch.where(on, 1.0, -1.0 / share).to(dtype)
+            other = attend(first=seen.first(~on[..., 0]))  # H where heads are off, else S
+            other = other if is_local else torch.where(on, value, other)
+            difference = (out - other) * torch.where(on, 1.0, -1.0).to(dtype)
         return out + (gate - gate.detach()).unsqueeze(-1).to(dtype) * difference
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -60,14 +61,21 @@ class RoutedModel:
         """
         if num_active_heads is None:
             num_active_heads = [router.mean_active for router in self.routers]
-        elif isinstance(num_active_heads, int):
-            num_active_heads = [num_active_heads] * len(self.routers)
+        elif isinstance(num_active_heads, Integral):  # NumPy's, too
+            num_active_heads = [int(num_active_heads)] * len(self.routers)
         if (given := len(num_active_heads)) != (layers := len(self.routers)):
             raise ValueError(f"num_active_heads has {given} entries for {layers} layers; give one each, or one for all")
         top_k = [router.top_k_of(active) for router, active in zip(self.routers, num_active_heads, strict=True)]
         for router, active, k in zip(self.routers, num_active_heads, top_k, strict=True):
             for own in (part for part in router.modules() if isinstance(part, MoHRouter)):  # PEFT may keep two
                 own.num_active, own.top_k = active, k
+
+    def check_checkpointing(self) -> None:
+        """Raise ValueError where gradient checkpointing would leave router logits without a gradient."""
+        modules = self.modules() if self.training and torch.is_grad_enabled() else ()
+        used = [part._gradient_checkpointing_func for part in modules if getattr(part, "gradient_checkpointing", False)]
+        if any(getattr(how, "keywords", {}).get("use_reentrant", True) for how in used):  # as DeepSpeed's, without any
+            raise ValueError("router logits need gradient checkpointing with use_reentrant=False")
 
     @contextlib.contextmanager
     def all_heads_active(self) -> Iterator[None]:

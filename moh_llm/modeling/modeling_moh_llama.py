@@ -92,7 +92,6 @@ class MoHLlamaPreTrainedModel(RoutedModel, LlamaPreTrainedModel):
         """Set how the gate's gradient <dO, H - S> is computed, of a head's output H and its fallback S.
 
         The forward pass computes H or S. `"exact"` (default) also computes the other one, without gradients of its own.
-        `"sampled"` computes H for one sixteenth of the heads that are off, weighted by 16: unbiased, and cheaper.
         `"none"` leaves the gradient out. Frozen routers cost nothing. Raises ValueError for another word.
         """
         if kind not in GATE_GRADIENTS:
@@ -126,10 +125,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel, LlamaModel):
         **kwargs,
     ) -> BaseModelOutputWithPast | tuple:
         """Hidden states `[B, T, C]`, given the arguments of `LlamaModel`."""
-        if kwargs.get("output_router_logits") and self.training and self.gradient_checkpointing:
-            how = getattr(self._gradient_checkpointing_func, "keywords", {})  # others are reentrant, as DeepSpeed's
-            if torch.is_grad_enabled() and how.get("use_reentrant", True):
-                raise ValueError("router logits need gradient checkpointing with use_reentrant=False, for a gradient")
+        if kwargs.get("output_router_logits"):
+            self.check_checkpointing()
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         given = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
         if inputs is not None and kwargs.get("seen") is None:

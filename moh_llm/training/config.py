@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from moh_llm.errors import UserError
 from moh_llm.options import Names, Place, options
 
-GateGradient = Literal["exact", "sampled", "none"]
+GateGradient = Literal["exact", "none"]
 # What Accelerate knows. Importing it takes seconds, so the names stand here; a test compares them.
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
@@ -196,9 +196,8 @@ class TrainConfig:
     """Recompute activations in the backward pass. It saves memory and takes about a third more time."""
 
     gate_gradient: GateGradient = "exact"
-    """What routers learn from: the head less its fallback, for all tokens, a sample or none. `exact`: both are computed
-    for every token. `sampled`: of the heads that are off one in 16 is computed and counts 16 times. `none`: routers
-    learn from the load-balance loss alone. Frozen routers cost nothing extra with any of them."""
+    """What routers learn from. `exact`: the head less its fallback; both are computed for every token. `none`: the
+    load-balance loss alone. Frozen routers cost nothing extra with either."""
 
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

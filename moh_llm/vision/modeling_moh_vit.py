@@ -84,6 +84,8 @@ class VisionModel(RoutedModel):
         """
         asked = self.config.output_router_logits if output_router_logits is None else output_router_logits
         asked = asked and router_logits is None
+        if asked:
+            self.check_checkpointing()
         logits = [] if asked else router_logits
         if labels is not None:
             kwargs["labels"] = labels

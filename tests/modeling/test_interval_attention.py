@@ -218,16 +218,9 @@ def test_the_exact_gradient_of_gates_is_autograds(one_layer, ids, name, monkeypa
 
 
 @pytest.mark.parametrize("name", ["value", "local"])
-def test_the_sampled_gradient_of_gates_is_unbiased(one_layer, ids, name):
-    moh, draws = one_layer(name), []
+def test_without_the_gradient_of_gates_all_others_stay(one_layer, ids, name):
+    moh = one_layer(name)
     exact, none = gradients_of(moh, "exact", ids), gradients_of(moh, "none", ids)
-    torch.manual_seed(0)
-    for _ in range(150):
-        draws.append(gradients_of(moh, "sampled", ids)["model.layers.0.self_attn.router.routed.weight"])
-    draws, expected = torch.stack(draws), exact["model.layers.0.self_attn.router.routed.weight"]
-    deviation = draws.std(0) / math.sqrt(len(draws))
-    assert ((draws.mean(0) - expected).abs() / deviation).max() < 5
-    assert deviation.norm() < 0.5 * expected.norm()  # else that says nothing
     for key, gradient in none.items():
         if not any(part in key for part in (".router.", "embed", "input_layernorm")):  # what the router does not read
             torch.testing.assert_close(gradient, exact[key])
@@ -241,7 +234,7 @@ def test_frozen_routers_cost_one_attention(one_layer, ids, monkeypatch):
         NAME,
         lambda *args, **more: called.append(1) or reference_attention(*args),
     )
-    for kind, frozen, times in (("exact", False, 2), ("sampled", False, 2), ("none", False, 1), ("exact", True, 1)):
+    for kind, frozen, times in (("exact", False, 2), ("none", False, 1), ("exact", True, 1)):
         for router in moh.routers:
             router.requires_grad_(not frozen)
         called.clear()

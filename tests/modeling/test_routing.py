@@ -1,5 +1,6 @@
 """Gradients of the gate, the load-balance loss, recorded router logits, and the head budget at run time."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -106,6 +107,8 @@ def test_active_heads_at_run_time(make_pair, ids):
         assert [router.num_active for router in moh.routers] == [3, 2]
         moh.set_active_heads(None)
         assert torch.equal(moh(ids).logits, two)
+        moh.set_active_heads(np.arange(4)[2])
+        assert [type(router.num_active) for router in moh.routers] == [int, int]
     with pytest.raises(ValueError, match=r"num_active_heads=5 must lie between .* \(layer 0\)"):
         moh.set_active_heads(5)
     with pytest.raises(ValueError, match=r"^num_active_heads has 3 entries for 2 layers; give one each, or one"):

@@ -141,15 +141,8 @@ PATCHES = (
     Patch(
         "gates learn from a fallback less its head",
         "moh_llm/modeling/attention_moh.py",
-        "torch.where(on, 1.0, -1.0 / share)",
-        "torch.where(on, -1.0, 1.0 / share)",
-        (INTERVAL,),
-    ),
-    Patch(
-        "heads that are sampled count once",
-        "moh_llm/modeling/attention_moh.py",
-        "torch.where(on, 1.0, -1.0 / share)",
         "torch.where(on, 1.0, -1.0)",
+        "torch.where(on, -1.0, 1.0)",
         (INTERVAL,),
     ),
     Patch(

@@ -134,6 +134,17 @@ def test_the_loss_is_cross_entropy_and_balance_over_the_batch(family, images):
     torch.testing.assert_close(batch_balance_loss(out.router_logits, model.routers), expected / 3)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_router_logits_keep_their_gradient_under_checkpointing(family, images):
+    model = make(family, num_shared_heads=1, num_active_heads=2, router_type="two_stage").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert model(images, output_router_logits=True).aux_loss.requires_grad
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        model(images, output_router_logits=True)
+    assert len(model.eval()(images, output_router_logits=True).router_logits) == len(model.routers)
+
+
 @pytest.fixture
 def folder(request, images, tmp_path) -> Path:
     """A saved MoH model beside `base` and the images and logits of `expected.pt`."""
