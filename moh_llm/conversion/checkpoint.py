@@ -3,6 +3,7 @@
 At most one shard's tensors are in memory, and none where shards are copied.
 """
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -21,6 +22,7 @@ from moh_llm.conversion.base import BaseCheckpoint, accompanying
 from moh_llm.data.tokenizer import open_tokenizer
 from moh_llm.errors import UserError
 from moh_llm.files import write_json
+from moh_llm.reading import read_json
 from moh_llm.records.model import CONFIG, TOKENIZERS, save_tensors, weight_names
 from moh_llm.records.tensors import EMBEDDING, HEAD, cast_weight
 
@@ -79,12 +81,24 @@ def write_description(
             target = folder / file.relative_to(base.folder)
             target.parent.mkdir(exist_ok=True)  # for additional chat templates
             shutil.copyfile(file, target)
+    _keep_tokenizer_class(folder, base)
     files = sorted(set(weight_map.values()))
     single, index_name = weight_names(base.folder)
     if files != [single]:
         total = sum(_tensor_bytes(folder / name) for name in files)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / index_name, index)
+
+
+def _keep_tokenizer_class(folder: Path, base: BaseCheckpoint) -> None:
+    """Name the class of the base's tokenizer, which transformers may derive from the base's `model_type`."""
+    own = found = None
+    with contextlib.suppress(UserError):  # there is none, or one that cannot be read here
+        own = type(open_tokenizer(base.folder))
+        found = type(open_tokenizer(folder))
+    if found is not own:
+        path = folder / "tokenizer_config.json"
+        write_json(path, (read_json(path) if path.exists() else {}) | {"tokenizer_class": own.__name__})
 
 
 def _tensor_bytes(shard: Path) -> int:

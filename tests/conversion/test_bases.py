@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 from moh_llm.cli import main
 from moh_llm.conversion.base import open_base
@@ -196,3 +197,28 @@ def test_a_file_that_is_a_link_out_of_the_base_is_refused(base, convert, tmp_pat
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and str(base / name) in errors[0] and "is a link" in errors[0]
     assert not (tmp_path / "moh").exists()
+
+
+# ---- the tokenizer
+
+
+def test_texts_have_the_ids_that_the_base_gives_them(make_model, convert, tmp_path):
+    """Whose class transformers chooses by `model_type`, another one than the file names."""
+    base = Path(shutil.copytree(make_model(MistralConfig, sliding_window=None), tmp_path / "base"))
+    words = ["<unk>", "<s>", "</s>", "\u2581", "t", "h", "\u2581t", "th", "\u2581th"]
+    merges = [("\u2581", "t"), ("t", "h"), ("\u2581t", "h")]
+    tokenizer = Tokenizer(models.BPE({word: n for n, word in enumerate(words)}, merges, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Replace("\u2581", " ")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.add_special_tokens(words[:3])
+    tokenizer.save(str(base / "tokenizer.json"))
+    own = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (base / "tokenizer_config.json").write_text(json.dumps(own))
+    wanted = AutoTokenizer.from_pretrained(base)("th</s>th th").input_ids
+    assert convert(base, tmp_path / "moh", *PAPER) == 0
+    assert main(["convert", "--to-dense", str(tmp_path / "moh"), "--output-dir", str(tmp_path / "dense")]) == 0
+    for folder in ("moh", "dense"):
+        assert AutoTokenizer.from_pretrained(tmp_path / folder)("th</s>th th").input_ids == wanted, folder
+        kept = json.loads((tmp_path / folder / "tokenizer_config.json").read_text())
+        assert kept.pop("tokenizer_class") != own["tokenizer_class"] and kept.items() <= own.items()
