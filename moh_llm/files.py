@@ -36,7 +36,8 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a file system that is read-only refuses this, too
+            temporary.unlink()
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 

@@ -75,8 +75,11 @@ class Loader(yaml.SafeLoader):
         return made
 
 
+BLANK = object()  # what `lora:` gives without a value, where words are kept
+
+
 class WordLoader(Loader):
-    """The same, with numbers kept as strings."""
+    """The same, with numbers kept as strings, and a blank told from a null."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
@@ -99,7 +102,9 @@ Loader.add_constructor(_TAG + "int", lambda _, node: int(node.value, 0))  # 010 
 for _kind in ("binary", "timestamp", "omap", "pairs", "set"):
     Loader.add_constructor(_TAG + _kind, yaml.SafeLoader.construct_undefined)
 # A class with constructors of its own does not inherit later additions to its parent's.
-WordLoader.yaml_constructors = Loader.yaml_constructors
+WordLoader.yaml_constructors = Loader.yaml_constructors | {
+    _TAG + "null": lambda _, node: None if node.value else BLANK,
+}
 
 
 def read_yaml(path: Path, words: bool = False) -> Any:

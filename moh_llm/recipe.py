@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from moh_llm.errors import UserError
 from moh_llm.options import Option, OptionError, options_of
-from moh_llm.reading import expand_home, parse_yaml, read_yaml
+from moh_llm.reading import BLANK, expand_home, parse_yaml, read_yaml
 
 _Config = TypeVar("_Config")
 Given = tuple[str, str, Any]  # where a value is from, for errors; the option's dotted name; the value
@@ -100,6 +100,8 @@ def check_name(kind: Any, name: str, where: str) -> None:
 
 def _typed(option: Option, value: Any, where: str) -> Any:
     """A word as what it stands for, where the option takes more than texts."""
+    if value is BLANK:
+        return {} if option.is_group else None
     if isinstance(value, list) and not option.takes_text:
         return [_number(part, where) for part in value]
     if not isinstance(value, str):

@@ -1,5 +1,6 @@
 """What belongs to a folder, by links; and what a folder that is made replaces."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moh_llm.errors import UserError
-from moh_llm.files import check_links, check_output_folder, new_folder, scratch_folder, write_json
+from moh_llm.files import check_links, check_output_folder, new_folder, scratch_folder, write_json, write_text
 
 
 @pytest.fixture
@@ -119,3 +120,13 @@ def test_what_a_process_left_is_removed_before_its_parent_has_noticed_its_end(tm
     with scratch_folder(tmp_path / "out"):
         assert not left.exists()
     child.wait()
+
+
+def test_a_read_only_file_system_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(UserError, match=r"^cannot write .*report\.md: Read-only file system$"):
+        write_text(tmp_path / "report.md", "text")

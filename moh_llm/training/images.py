@@ -34,6 +34,7 @@ from moh_llm.training.loop import Training
 from moh_llm.training.losses import StepLosses
 from moh_llm.training.networks import count_weights, trained_weights
 from moh_llm.training.reference import Reference, StartingPoint
+from moh_llm.training.runs import check_data
 from moh_llm.training.saving import add_records, cast_as_stored
 from moh_llm.training.sharding import Networks
 from moh_llm.training.step import make_optimizer
@@ -179,7 +180,7 @@ class ImageTraining(Training):
             held_out = replace(open_images(place, folder), labels=None)  # a teacher needs none
             self.say(f"accuracy is not measured: {error}")
         self.held_out = held_out and ImageStream(held_out, config.seed)
-        self.run.check_data(self.facts()["data"])
+        check_data(self.run.folder, self.run.record, self.facts()["data"])
         step.to(accelerator.device)
         optimizer, decay = make_optimizer(network, config), config.images.ema_decay
         averages = {_AVERAGE + name: weight.detach().clone() for name, weight in weights.items() if decay}

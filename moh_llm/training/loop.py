@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from moh_llm.claims import held_out_scores
-from moh_llm.data.shards import tokens_for
+from moh_llm.data.shards import Tokens, tokens_for
 from moh_llm.data.stream import SequenceStream, make_receipt
 from moh_llm.data.windows import validation_batches
 from moh_llm.devices import name_device
@@ -35,10 +35,10 @@ from moh_llm.training.checkpoints import CheckpointWriter, checkpoint_folder, lo
 from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import ProgressLine, check_trackers, start_trackers, step_line, track
 from moh_llm.training.losses import StepLosses, balance_coefficient
-from moh_llm.training.parallel import catch_signals, divides_weights, from_main, make_accelerator
+from moh_llm.training.parallel import catch_signals, divides_weights, from_main, main_first, make_accelerator
 from moh_llm.training.preflight import check_agreement, check_documents, check_model, decide_precision
 from moh_llm.training.reference import Reference, agreed_starting_point, expected_reference
-from moh_llm.training.runs import Run, describe_data, mark_model
+from moh_llm.training.runs import Run, check_data, describe_data, mark_model
 from moh_llm.training.saving import is_finished, save_network
 from moh_llm.training.scoring import evaluate, score_saved
 from moh_llm.training.sharding import build_networks
@@ -79,8 +79,7 @@ def train(
         from_main(accelerator, lambda: check_place(Path(config.output_dir), "output_dir"))
         from_main(accelerator, lambda: held.enter_context(lock_folder(Path(config.output_dir))))
         mark = from_main(accelerator, lambda: kind.mark(config))
-        with accelerator.main_process_first():
-            run = Run(config, overwrite, writes=main, mark=mark)
+        run = main_first(accelerator, lambda: Run(config, overwrite, writes=main, mark=mark))
         training = kind(config, accelerator, run, say if main else lambda _: None)
         if from_main(accelerator, lambda: is_finished(run, say)):
             training.check_again()
@@ -145,9 +144,13 @@ class Training:
         """Open the recipe's text as tokens; a resumed run reads the text that it began with."""
         self.tokenizer = networks.load_tokenizer(Path(self.config.model))
         rows = networks.embedding_rows(Path(self.config.model))
-        with self.accelerator.main_process_first():
-            self.tokens = tokens_for(self.config.data.mixture, self.tokenizer, rows)
-        self.run.check_data(describe_data(self.tokens.sources))
+
+        def read() -> Tokens:
+            tokens = tokens_for(self.config.data.mixture, self.tokenizer, rows)
+            check_data(self.run.folder, self.run.record, describe_data(tokens.sources))
+            return tokens
+
+        self.tokens = main_first(self.accelerator, read)
 
     def facts(self) -> dict[str, Any]:
         """What the run's record says of its text, its reference and its budget."""

@@ -142,6 +142,13 @@ def from_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
     return Team(accelerator.process_index, accelerator.num_processes).broadcast(action)
 
 
+def main_first(accelerator: Accelerator, action: Callable[[], T]) -> T:
+    """Run ``action`` on the main process, then on the others; return each one's result. UserErrors end all."""
+    team = Team(accelerator.process_index, accelerator.num_processes)
+    done = team.barrier(lambda: [action()] if accelerator.is_main_process else [])
+    return team.barrier(lambda: done[0] if done else action())
+
+
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
     """Within the block SIGTERM and SIGUSR1 do not end the process; the list gets those that came.

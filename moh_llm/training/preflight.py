@@ -33,7 +33,7 @@ from moh_llm.training.config import TrainConfig
 from moh_llm.training.log import check_trackers
 from moh_llm.training.parallel import count_micro_batches
 from moh_llm.training.reference import expected_reference
-from moh_llm.training.runs import RUN_RECORD, check_converted, read_run
+from moh_llm.training.runs import RUN_RECORD, check_converted, check_data, describe_data, read_run
 
 _GIB = 1 << 30
 _NAMES: dict[torch.dtype, Literal["no", "bf16"]] = {torch.float32: "no", torch.bfloat16: "bf16"}
@@ -124,7 +124,10 @@ def decide_precision(config: TrainConfig, overwrite: bool = False) -> TrainConfi
     """
     if config.mixed_precision != "auto":
         return config
-    chosen = (None if overwrite else _recorded(config)) or _NAMES.get(compute_dtype(own_device()))
+    record = None if overwrite else _recorded(config)
+    chosen = record and record.config.get("mixed_precision")
+    if chosen not in _NAMES.values():
+        chosen = _NAMES.get(compute_dtype(own_device()))
     if chosen is None:
         raise UserError(
             f"{COMPUTE_DTYPE}=float16: training computes in bfloat16 or float32; set mixed_precision to bf16 or no"
@@ -132,12 +135,11 @@ def decide_precision(config: TrainConfig, overwrite: bool = False) -> TrainConfi
     return replace(config, mixed_precision=chosen)
 
 
-def _recorded(config: TrainConfig) -> Literal["no", "bf16"] | None:
-    """What the run in the output folder chose; None where there is no run."""
-    with contextlib.suppress(UserError):  # a damaged record is reported where the run is opened
+def _recorded(config: TrainConfig) -> RunRecord | None:
+    """The record of the run in the output folder; None where there is none, or a damaged one."""
+    with contextlib.suppress(UserError):  # which is reported where the run is opened
         place = Path(config.output_dir, RUN_RECORD)
-        given = RunRecord.read(place).config.get("mixed_precision") if place.is_file() else None
-        return given if given in _NAMES.values() else None
+        return RunRecord.read(place) if place.is_file() else None
     return None
 
 
@@ -190,12 +192,20 @@ def diagnose(config: TrainConfig, processes: int = 1) -> Iterator[Finding]:
 def _output(config: TrainConfig) -> str:
     check_trackers(config.report_to)
     folder, record = Path(config.output_dir), read_run(config)
+    if not os.access(place := _existing(folder), os.W_OK):
+        raise UserError(f"output_dir={folder}: {place} cannot be written; name another folder")
     if record is None:
         return f"{folder} is new"
     if record.status == "finished":
         return f"{folder} holds this run, finished; there is nothing to do"
     checkpoints = sorted(found.name for found in (folder / "checkpoints").glob("step-*"))
     return f"{folder} holds this run, which goes on {f'after {checkpoints[-1]}' if checkpoints else 'from its start'}"
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    real = Path(os.path.realpath(folder))
+    return next(path for path in (real, *real.parents) if path.exists())
 
 
 def _model(config: TrainConfig) -> Iterator[str | Finding]:
@@ -213,10 +223,15 @@ def _data(config: TrainConfig) -> Iterator[str | Finding]:
     """Tokenizer and text, and how many epochs of each source the job reads."""
     data, folder = config.data, Path(config.model)
     tokenizer = TextTokenizer.from_tokenizer(networks.load_tokenizer(folder), networks.embedding_rows(folder))
-    sources = _open_sources(data.mixture, tokenizer)
+    sources, record = _open_sources(data.mixture, tokenizer), _recorded(config)
     if sources is None:
         yield f"{data.mixture} will be tokenized first"
+        if record is not None and record.data is not None:
+            text = f"the run in {config.output_dir} goes on only if this is the text that it began with"
+            yield Finding("warning", "data", text)
         return
+    if record is not None:
+        check_data(Path(config.output_dir), record, describe_data(sources))
     stream, sequences = SequenceStream(sources, data.sequence_length, config.seed), config.max_steps * data.batch_size
     for source, (name, entry) in zip(sources, make_receipt(stream, sequences).items(), strict=True):
         yield f"{name}: {entry['tokens']:,} tokens to be read of {len(source.train):,}, {entry['epochs']:.2f} epochs"
@@ -230,12 +245,13 @@ def _open_sources(name: str, tokenizer: TextTokenizer) -> list[TokenizedSource] 
     if Path(name).is_dir() and name != EMBEDDED.name:
         return open_tokens(Path(name), tokenizer=tokenizer)
     mixture = load_mixture(name)
+    folder = cache_folder(mixture, tokenizer)
     with contextlib.suppress(UserError):
-        return open_tokens(cache_folder(mixture, tokenizer), mixture, tokenizer)
+        return open_tokens(folder, mixture, tokenizer)
     return None
 
 
-def _job(config: TrainConfig) -> Iterator[str]:
+def _job(config: TrainConfig) -> Iterator[str | Finding]:
     """How large the job is: memory, disk, and tokens."""
     model, data, reference = networks.read_network_config(Path(config.model)), config.data, expected_reference(config)
     with torch.device("meta"):
@@ -254,12 +270,11 @@ def _job(config: TrainConfig) -> Iterator[str]:
         f"{4 * trained / _GIB:.2f} of gradients and {8 * trained / _GIB:.2f} of optimizer state, activations not "
         "included; ZeRO and FSDP2 divide them"
     )
-    real = Path(os.path.realpath(config.output_dir))
-    place = next(path for path in (real, *real.parents) if path.exists())
-    yield (
-        f"each checkpoint takes {12 * trained / _GIB:.2f} GiB, and {config.checkpoint.save_total_limit + 1} are there "
-        f"at a time; {shutil.disk_usage(place).free / _GIB:.1f} GiB are free in {place}"
-    )
+    place, count = _existing(Path(config.output_dir)), config.checkpoint.save_total_limit + 1
+    free = shutil.disk_usage(place).free
+    text = f"each checkpoint takes {12 * trained / _GIB:.2f} GiB, and {count} are there at a time"
+    enough = "ok" if free > 12 * trained * count + 4 * weights else "warning"  # and the model
+    yield Finding(enough, "job", f"{text}; {free / _GIB:.1f} GiB are free in {place}")
     yield (
         f"{config.max_steps} steps x {data.batch_size} sequences x {data.sequence_length} tokens = "
         f"{config.max_steps * config.tokens_per_step:,} tokens"

@@ -87,16 +87,6 @@ class Run:
         record.config = _as_json(config)
         self.record = record
 
-    def check_data(self, data: dict[str, Any]) -> None:
-        """Raise UserError unless the run began with the same tokens, which ``data`` identifies."""
-        if self.record.data not in (None, data):
-            images, mixture = self.record.config["images"], self.record.config["data"]["mixture"]
-            what = f"images.train={images['train']}" if images else f"the text of data.mixture={mixture}"
-            raise UserError(
-                f"{what} is not what the run in {self.folder} began with; restore it, name a new --output-dir, or pass "
-                "--overwrite to start anew"
-            )
-
     def begin(self, **facts: Any) -> None:
         """Record the start, and facts such as data and device. What is overwritten goes now that nothing is missing."""
         versions = {"moh_llm": __version__, "python": platform.python_version()}
@@ -185,6 +175,21 @@ def check_converted(folder: Path) -> None:
     if is_image_model(read_config(folder)):
         raise UserError(f"model={folder} is a model of images; name them as images.train, and an objective.kind")
     read_moh_config(folder, f"model={folder}")
+
+
+def check_data(folder: Path, record: RunRecord, data: dict[str, Any]) -> None:
+    """Raise UserError unless the run of a folder began with the same tokens, which ``data`` identifies."""
+    # The order of the sources decides which of them a sequence is from.
+    if record.data is None or list(record.data.items()) == list(data.items()):
+        return
+    images, mixture = record.config["images"], record.config["data"]["mixture"]
+    what = f"images.train={images['train']}" if images else f"the text of data.mixture={mixture}"
+    if record.data == data:
+        what = f"the order of the sources in data.mixture={mixture}"
+    raise UserError(
+        f"{what} is not what the run in {folder} began with; restore it, name a new --output-dir, or pass --overwrite "
+        "to start anew"
+    )
 
 
 def describe_data(sources: list[TokenizedSource]) -> dict[str, object]:

@@ -1,13 +1,13 @@
 """What mixed_precision=auto stands for: the device's, kept by a resumed run, and the same on all processes."""
 
-from pathlib import Path
+import json
 
 import forks
 import pytest
 import torch
 from safetensors.torch import load_file
 from trained import load_config, read_record, unfinish
-from ways import WAYS
+from ways import ROOT, WAYS
 
 from moh_llm import devices
 from moh_llm.devices import COMPUTE_DTYPE
@@ -15,7 +15,6 @@ from moh_llm.errors import UserError
 from moh_llm.training.loop import train
 from moh_llm.training.preflight import decide_precision
 
-ROOT = Path(__file__).parents[2]
 SMALL = ["--max_steps", "2", "--evaluation.eval_steps", "0", "--evaluation.max_tokens", "128", "--report_to", "[]"]
 SMALL += ["--checkpoint.save_steps", "1"]
 
@@ -66,6 +65,20 @@ os.environ["MOH_LLM_COMPUTE_DTYPE"] = ("float32", "bfloat16")[int(os.environ["RA
 from moh_llm.cli import main
 sys.exit(main(["train", *sys.argv[1:]]))
 """
+
+
+@pytest.mark.slow
+def test_processes_whose_run_is_refused_end_with_one_line(recipe, run) -> None:
+    """The first of them refuses the recipe, or the text, while the other waits for it."""
+    for change, message in ((["--seed", "1"], "another recipe; different: seed"), ([], "is not what the run in")):
+        if not change:
+            record = json.loads((run / "run.json").read_text())
+            record["data"] = dict(reversed(record["data"].items()))
+            (run / "run.json").write_text(json.dumps(record))
+        words = ["-m", "moh_llm.cli", "train", str(recipe), *change]
+        done = forks.run(*words, folder=ROOT, environment=WAYS["ddp"], processes=2)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.count(message) == 1 and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

@@ -1,13 +1,14 @@
 """What `moh-llm doctor` says of a job, and the faults that it finds before a model is loaded."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from trained import load_config
+from trained import load_config, unfinish
 
 from moh_llm.cli import main
 from moh_llm.errors import UserError
@@ -67,7 +68,7 @@ def test_every_recipe_is_one_that_the_doctor_takes(path, model_folder, tmp_path)
     assert found[-1].check == "job"
 
 
-def test_faults_are_status_1_and_name_their_way_out(recipe, model_copy, finished_run, capsys) -> None:
+def test_faults_are_status_1_and_name_their_way_out(recipe, model_copy, finished_run, capsys, monkeypatch) -> None:
     def fault(*flags: object) -> str:
         assert main(["doctor", str(recipe), *map(str, flags)]) == 1
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault")]
@@ -79,11 +80,36 @@ def test_faults_are_status_1_and_name_their_way_out(recipe, model_copy, finished
     assert "different: seed" in fault("--output-dir", finished_run, "--seed", 1)
     assert "tokens, fewer than one" in fault("--data.sequence_length", 10**6)
     assert "objective.keys=0.5 has no effect" in fault("--objective.keys", 0.5)
+    (model_copy / "nowhere.yaml").write_text("name: n\nsources: {a: {weight: 1, files: /nowhere/*.jsonl}}\n")
+    assert "no file at /nowhere/*.jsonl" in fault("--data.mixture", model_copy / "nowhere.yaml")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)
+        assert f"{model_copy.parent} cannot be written" in fault("--output-dir", model_copy.parent / "run")
     for path in model_copy.glob("tokenizer*"):
         path.unlink()
     assert "has no tokenizer that loads" in fault("--model", model_copy)
     next(model_copy.glob("*.safetensors")).unlink()
     assert "fault    model" in fault("--model", model_copy)
+
+
+def test_text_that_is_not_the_runs(configure, run, mixture_file, tmp_path, monkeypatch) -> None:
+    text = Path(shutil.copytree(mixture_file.parent, tmp_path / "text"))
+    unfinish(run, 4)
+
+    def found(**keys: str) -> list[tuple[str, str]]:
+        return [(each.state, each.check) for each in diagnose(configure(**keys)) if each.state != "ok"]
+
+    assert found() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+        assert found() == [("warning", "job")]
+    with next(text.glob("one*")).open("a") as file:
+        file.write('{"text": "One more document."}\n')
+    assert found(**{"data.mixture": str(text / "mixture.yaml")}) == [("warning", "data")]
+    record = json.loads((run / "run.json").read_text())
+    record["data"] = dict(reversed(record["data"].items()))
+    (run / "run.json").write_text(json.dumps(record))
+    assert found() == [("fault", "data")]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,11 @@ def test_lora_is_switched_on_and_off(recipe: Path) -> None:
     assert load_config(recipe, ["--lora", "{rank: 4}"]).lora == LoraConfig(rank=4)
     assert load_config(recipe, ["--lora", "{}"]).lora == LoraConfig()
     assert load_config(recipe, ["--lora.rank", "4", "--lora=null", "--lora.alpha=2"]).lora == LoraConfig(alpha=2.0)
+    content = recipe.read_text()
+    for text, wanted in (("lora:\n  # rank: 4\nhub: ~\nbase:\nimages: null\n", LoraConfig()), ("lora: null\n", None)):
+        recipe.write_text(content + text)
+        config = load_config(recipe)
+        assert (config.lora, config.hub, config.base) == (wanted, None, None)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import forks
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from trained import read_log, read_record, unfinish
 
@@ -86,6 +87,11 @@ def test_a_run_is_refused_what_it_did_not_begin_with(configure, run, mixture_fil
     assert train(configure(**elsewhere)).status == "finished"  # the same text at another place
     with pytest.raises(UserError, match=r"different: evaluation\.eval_steps, gradient_checkpointing\."):
         train(configure(gradient_checkpointing=True, **{"evaluation.eval_steps": 2}))
+    spec = yaml.safe_load((text / "mixture.yaml").read_text())
+    spec["sources"] = dict(reversed(spec["sources"].items()))
+    (text / "mixture.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+    with pytest.raises(UserError, match=r"^the order of the sources in data\.mixture=.* is not what the run in"):
+        train(configure(**elsewhere))
     with next(text.glob("one*")).open("a") as file:
         file.write('{"text": "One more document."}\n')
     with pytest.raises(UserError, match=r"is not what the run in .* began with"):
