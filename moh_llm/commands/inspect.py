@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> None:
 
     if args.output.suffix not in (".html", ".png"):
         raise UserError(f"--output {args.output} must end in .html or .png")
+    if not args.output.absolute().parent.is_dir():  # the analysis takes a while
+        raise UserError(f"--output {args.output}: there is no folder {args.output.parent}; make it first")
     found = inspect_model(args.model, None if args.text is None else read_text(args.text, TEXT_BYTES))
     say(*(f"{name}: {value}" for name, value in found.table.rows))
     if args.output.suffix == ".html":

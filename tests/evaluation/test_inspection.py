@@ -69,6 +69,7 @@ def test_the_command_writes_a_page_or_pictures(tiny_moh: Path, tmp_path: Path, c
     assert main([*words, str(tmp_path / "x.png")]) == 0
     assert {path.name for path in tmp_path.glob("x*")} == {f"x-{chart}.png" for chart in CHARTS}
     assert main([*words, str(tmp_path / "x.pdf")]) == 2 and "must end in .html or .png" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "none" / "x.png")]) == 2 and "there is no folder" in capsys.readouterr().err
 
 
 def test_a_picture_is_a_png(monkeypatch: pytest.MonkeyPatch) -> None:
