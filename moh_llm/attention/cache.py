@@ -242,12 +242,6 @@ class MoHCacheLayer(DynamicLayer):
         if self._starts is not None and len(self._starts) > 1:  # with one row the value holds for all rows
             self._starts = change(self._starts)
 
-    def offload(self) -> None:
-        self._each(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        self._each(lambda tensor: tensor.to(self.device, non_blocking=True))
-
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._each(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 

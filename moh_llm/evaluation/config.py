@@ -51,8 +51,5 @@ class EvaluationConfig:
     samples: NonNegativeInt = 0
     """Images that each DiT draws, in 250 steps. Written as a grid and as the .npz that ADM's evaluator takes."""
 
-    features: Place | None = None
-    """Classifier of images in whose features a DiT's samples are compared with the images. By a Frechet distance."""
-
     analysis: bool = True
     """Analysis of what the heads did on the benchmarks' text."""

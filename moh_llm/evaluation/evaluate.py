@@ -102,8 +102,8 @@ def evaluate(options: EvaluationConfig, say: Callable[[str], None] = say_passing
 
 def _check(options: EvaluationConfig, say: Callable[[str], None]) -> tuple[Suite, dict[str, str]]:
     """The suite, and the models by label. Refuses what can be refused before anything slow begins."""
-    if options.samples or options.features:
-        raise UserError("samples and features have no meaning for language models; leave them out")
+    if options.samples:
+        raise UserError("samples have no meaning for language models; leave them out")
     suite = load_suite(options.suite)
     models = label_models(options.models, options.base)
     reads = [path for path in (*models.values(), options.data_dir) if path]

@@ -5,7 +5,6 @@ Shapes: B images, N samples, C channels, H x W pixels, F features.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +145,6 @@ def features_of(network: nn.Module, images: ImageSet, numbers: Sequence[int], si
     return torch.cat([network.base_model(batch).last_hidden_state[:, 0].cpu() for batch in batches]).double().numpy()
 
 
-def frechet_distance(first: np.ndarray, second: np.ndarray) -> float:
-    """|m - n|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2), with means m, n and covariances A, B of features `[B, F]`."""
-    own, other = (np.cov(features, rowvar=False) for features in (first, second))
-    values, vectors = np.linalg.eigh(own)
-    root = vectors * np.sqrt(values.clip(0)) @ vectors.T
-    shared = np.sqrt(np.linalg.eigvalsh(root @ other @ root).clip(0)).sum()
-    return float(np.square(first.mean(0) - second.mean(0)).sum() + np.trace(own + other) - 2 * shared)
-
-
 def _kind(folder: Path) -> str:
     """What models have in common that are compared, in words."""
     fields, name = read_config(folder), model_class(folder).__name__
@@ -186,13 +176,6 @@ def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any
             raise UserError(f"{name} is another kind of model ({other}) than {start} ({kind}); leave one of them out")
     if options.samples and not kind.startswith(("DiT on 1 x", "DiT on 3 x")):
         raise UserError(f"samples are drawn by DiTs on pixels, and {start} is none ({kind}); leave samples out")
-    if options.features is not None:
-        source = locate(options.features)[0]
-        judge, real = load_model(source).to(device), open_images(place, source)
-        if min(options.samples, options.limit or 2, len(real)) < 2:
-            raise UserError("features compares 2 or more samples with 2 or more images; set samples, and raise limit")
-        if is_denoiser(judge):
-            raise UserError(f"features={options.features} is a DiT; name a classifier, or a model without classes")
     with lock_folder(options.output_dir), new_folder(options.output_dir, options.overwrite) as folder:
         for label, name in models.items():
             source, network = sources[label], load_model(sources[label]).to(device)
@@ -203,15 +186,8 @@ def evaluate(options: EvaluationConfig, command_line: str = "") -> dict[str, Any
             compared = {key: paired(own[key], first[key], key[:3] == "top") for key in own if key != "token"}
             found = {"place": name, "sha256": identify(str(source)).sha256, "count": len(numbers), "scores": compared}
             record["models"][label] = found
-            if not options.samples:
-                continue
-            samples = draw_samples(network, options.samples, size)
-            write_samples(samples, folder, label)
-            if options.features is not None:
-                drawn = replace(real, images=samples.squeeze(-1), place="the samples")
-                both = (features_of(judge, real, numbers, size), features_of(judge, drawn, range(len(samples)), size))
-                found["frechet"] = {"classifier": options.features, "distance": frechet_distance(*both)}
-                found["frechet"] |= {"few": min(map(len, both)) <= both[0].shape[1]}
+            if options.samples:
+                write_samples(draw_samples(network, options.samples, size), folder, label)
         write_json(folder / "report.json", record)
     return record
 
@@ -240,8 +216,5 @@ def lines(record: dict[str, Any]) -> list[str]:
             kinds = ("value",) if not said else ("value", "ratio")
             figures = {kind: model["scores"][name][kind] for kind in kinds if kind in model["scores"][name]}
             parts += [f"{name} {kind} {show_figure(*figure.values(), '.4f')}" for kind, figure in figures.items()]
-        if "frechet" in model:
-            few = " (too large: fewer samples or images than features)" if model["frechet"]["few"] else ""
-            parts.append("Frechet distance {distance:.2f} in features of {classifier}".format(**model["frechet"]) + few)
         said.append(f"{label}: {', '.join(parts)}")
     return said

@@ -83,13 +83,11 @@ class VisionModel(RoutedModel):
         With `num_items_in_batch`, the images of one step, `loss` is this pass's part of the step's.
         """
         asked = self.config.output_router_logits if output_router_logits is None else output_router_logits
-        asked = asked and router_logits is None
-        if asked:
+        if asked := asked and router_logits is None:
             self.check_checkpointing()
         logits = [] if asked else router_logits
-        if labels is not None:
-            kwargs["labels"] = labels
-        outputs = super().forward(pixel_values, router_logits=logits, return_dict=True, **kwargs)
+        given = kwargs if labels is None else kwargs | {"labels": labels}
+        outputs = super().forward(pixel_values, router_logits=logits, return_dict=True, **given)
         if asked:
             outputs["router_logits"] = tuple(logits)
             outputs["aux_loss"] = batch_balance_loss(logits, self.routers)
