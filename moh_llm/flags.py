@@ -52,7 +52,7 @@ class OptionParser(argparse.ArgumentParser):
                 more = {"nargs": 0, "const": not option.default}
             elif option.is_list and joint == "-":
                 more["nargs"] = "+"
-            told = help_of(option) if described and not option.is_group else argparse.SUPPRESS
+            told = help_of(option, flag.startswith("--no-")) if described and not option.is_group else argparse.SUPPRESS
             place.add_argument(flag, dest=name, action=_Give, default=argparse.SUPPRESS, help=told, **more)
 
     def add_words(self, metavar: str, kind: type, name: str) -> None:
@@ -102,10 +102,10 @@ def as_path(word: str) -> Path:
     return Path(expand_home(word))
 
 
-def help_of(option: Option) -> str:
-    """The first sentence of an option's meaning, with its default."""
+def help_of(option: Option, is_negated: bool = False) -> str:
+    """The first sentence of an option's meaning, with its default; ``is_negated``: of a flag `--no-NAME`."""
     told, default = option.summary.replace("%", "%%").replace("`", ""), option.default
-    if default is True:  # its flag is --no-NAME, or it says its value
+    if is_negated:
         return f"Without {told[0].lower()}{told[1:]}"
     if option.is_required or default is None or default is False:
         return told

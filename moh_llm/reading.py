@@ -102,9 +102,7 @@ Loader.add_constructor(_TAG + "int", lambda _, node: int(node.value, 0))  # 010 
 for _kind in ("binary", "timestamp", "omap", "pairs", "set"):
     Loader.add_constructor(_TAG + _kind, yaml.SafeLoader.construct_undefined)
 # A class with constructors of its own does not inherit later additions to its parent's.
-WordLoader.yaml_constructors = Loader.yaml_constructors | {
-    _TAG + "null": lambda _, node: None if node.value else BLANK,
-}
+WordLoader.yaml_constructors = {**Loader.yaml_constructors, _TAG + "null": lambda _, n: None if n.value else BLANK}
 
 
 def read_yaml(path: Path, words: bool = False) -> Any:

@@ -23,20 +23,21 @@ Given = tuple[str, str, Any]  # where a value is from, for errors; the option's 
 
 
 def recipe_values(path: str | Path) -> list[Given]:
-    """The values of a YAML recipe. Raises UserError when it cannot be read or is no map.
-
-    Where there is no such file, a recipe of that name that comes with this package is read.
-    """
-    place = expand_home(path)
-    if not Path(place).exists():
-        place = str(shipped_files().get(place, place))
+    """The values of a YAML recipe (`shipped`). Raises UserError when it cannot be read or is no map."""
+    place = shipped(path)
     try:
-        content = read_yaml(Path(place), words=True)
+        content = read_yaml(place, words=True)
     except UserError as error:
         raise UserError(f"recipe {error}") from error
     if not isinstance(content, dict | None):
         raise UserError(f"recipe {place} must hold `option: value` lines, not a {type(content).__name__}")
     return [(f"recipe {place}", name, value) for name, value in (content or {}).items()]
+
+
+def shipped(name: str | Path) -> Path:
+    """The file, or the recipe, architecture or mixture of that name that comes with this package."""
+    place = Path(expand_home(name))
+    return place if place.exists() else shipped_files().get(place.as_posix(), place)
 
 
 def shipped_files() -> dict[str, Path]:

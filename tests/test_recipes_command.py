@@ -11,6 +11,7 @@ import pytest
 
 from moh_llm.cli import main
 from moh_llm.commands.recipes import summary
+from moh_llm.data.mixture import load_mixture
 from moh_llm.errors import UserError
 from moh_llm.recipe import recipe_values, shipped_files
 
@@ -118,3 +119,12 @@ def test_a_recipe_of_the_package_is_read_by_its_name(tmp_path, monkeypatch) -> N
     assert [value for _, _, value in recipe_values(name)] == ["3"]
     with pytest.raises(UserError, match=r"recipe recipes/none\.yaml"):
         recipe_values("recipes/none.yaml")
+
+
+def test_mixtures_and_architectures_of_the_package_are_read_by_their_names(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_mixture("data_mixtures/paper.yaml").name == "paper"
+    assert main(["init", "recipes/architectures/moh_llm_s.yaml", "--output-dir", "made"]) == 2
+    assert "a language model needs a tokenizer" in capsys.readouterr().err  # which is said of an architecture
+    assert main(["init", "recipes/architectures/none.yaml", "--output-dir", "made"]) == 2
+    assert "recipes/architectures/none.yaml" in capsys.readouterr().err

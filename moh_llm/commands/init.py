@@ -4,6 +4,7 @@ import argparse
 
 from moh_llm.flags import as_path
 from moh_llm.reading import expand_home, read_yaml
+from moh_llm.recipe import shipped
 from moh_llm.terminal import say
 
 
@@ -27,6 +28,7 @@ def run(args: argparse.Namespace) -> None:
 
     if not 0 <= args.seed < 2**32:
         raise UserError(f"--seed {args.seed} must lie in [0, 2**32)")
+    args.architecture = shipped(args.architecture)
     values = read_yaml(args.architecture)
     if isinstance(values, dict) and ("model_type" in values or "sample_size" in values):
         model = initialise_images(args.architecture, args.output_dir, args.seed, args.overwrite)

@@ -155,7 +155,7 @@ class ConversionConfig(PlanOptions):
     """Tokens to fit on; patches of images."""
 
     heldout_tokens: NonNegativeInt | None = None
-    """Tokens to verify on; 0: no verification. The first ones of each document. Default: those of 64 documents."""
+    """Tokens to verify on; 0: no verification. The first ones of each document; null: 64 or more documents."""
 
     tokenizer: Place | None = None
     """Tokenizer with new tokens: folder or Hub id. It has all tokens of the base with their ids. A new token's row is

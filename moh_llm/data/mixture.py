@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from moh_llm.errors import UserError, without_passwords
 from moh_llm.options import as_tuple
 from moh_llm.reading import expand_home, is_path, read_yaml
+from moh_llm.recipe import shipped
 from moh_llm.records.base import validating
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -85,7 +86,7 @@ def load_mixture(path_or_name: str | Path) -> Mixture:
     Local paths are relative to the mixture file, and ``$NAME`` in them is replaced by the environment
     variable. Whether the files exist is checked when they are needed (`locate`).
     """
-    path = Path(path_or_name)
+    path = shipped(path_or_name)
     if not path.is_file() and str(path_or_name) == EMBEDDED.name:
         return EMBEDDED
     try:

@@ -76,7 +76,7 @@ def score_images(
 def finite(output: Tensor) -> Tensor:
     """A network's output. Raises UserError where it has NaN or infinity: classes would be chosen all the same."""
     if not output.isfinite().all():
-        raise UserError("the model computes values that are not finite; --compute-dtype float32 may help")
+        raise UserError("the model computes values that are not finite")
     return output
 
 

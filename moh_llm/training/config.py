@@ -134,7 +134,7 @@ class HeldOutConfig:
     """Score before the first step and every this many steps; 0: only the saved model."""
 
     max_tokens: PositiveInt | None = None
-    """Held-out tokens to score, the first ones of each document; null: those of 64 documents."""
+    """Held-out tokens to score, the first ones of each document; null: those of 64 documents or more."""
 
 
 @options("checkpoint")

@@ -79,7 +79,6 @@ RECIPE: dict[str, Any] = {
     "seed": 0,
     "mixed_precision": "no",
     "gradient_checkpointing": False,
-    "attn_implementation": "sdpa",
     "gate_gradient": "exact",
     "data": {"sequence_length": 128, "batch_size": 4, "micro_batch_size": 2},
     "optimizer": {
